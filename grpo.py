@@ -1,0 +1,152 @@
+"""GRPO: group relative policy optimisation (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, eqs. 3-4 and algorithm 1).
+
+For every prompt q sample a group of G completions o_1 ... o_G from the old policy, reward them, and maximise
+
+    J = 1/N sum_i 1/|o_i| sum_t { min(w_it A_i, clip(w_it, 1 - eps_low, 1 + eps_high) A_i) - beta KL_it }         (3)
+
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)            over the group of o_i, the same for all of its tokens   (1)
+    w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                                        (2)
+    KL_it = ref/pi - log(ref/pi) - 1                     k3 of Schulman; --kl wk3 multiplies it by w_it           (4)
+
+There is no value model: the mean of the group is the baseline. There is no reward model either unless you name one: the
+reward is 1 for a right answer and 0 for a wrong one. With beta 0 there is no reference model in memory.
+
+    python grpo.py                                                                  a laptop: makes its own model
+    python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k        one GPU
+
+Shapes: P prompts a step, G completions a prompt, N = P*G rows, T completion positions.
+"""
+import time
+
+import torch
+
+import common
+
+
+def parse_args(argv=None):
+    """The flags of equations (1) to (4), and those that every script shares."""
+    parser = common.Parser(__doc__)
+    count, positive = common.within("[1, inf)", int), common.within("[0, inf)")
+    parser.add_argument("--prompts", type=count, metavar="P", default=32, help="prompts a step; more make a steadier gradient and a slower step")
+    parser.add_argument("--group_size", type=common.within("[2, inf)", int), metavar="G", default=8,
+                        help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
+    parser.add_argument("--eps_low", type=common.within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
+    parser.add_argument("--eps_high", type=common.within("(0, inf)"), default=0.2,
+                        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
+    parser.add_argument("--beta", type=positive, default=0.04, help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
+    parser.add_argument("--kl", choices=["k3", "wk3"], default="k3",
+                        help="KL estimator (4): k3 as in the paper, whose gradient is that of the forward KL; wk3 is right off-policy, in gradient too")
+    parser.add_argument("--ref_every", type=count, metavar="M", help="iterative GRPO: copy the policy to the reference every M steps; without it the reference stays")
+    parser.add_argument("--epochs", type=count, metavar="MU", default=1, help="passes over each rollout; more reuse it further off-policy")
+    parser.add_argument("--minibatches", type=count, metavar="N", default=4,
+                        help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
+    common.add_args(parser)
+    return common.parse(parser, argv)
+
+
+def group_advantages(rewards, group_size):
+    """Equation (1): z-scores within each group. (N,) rewards, groups side by side -> (N,) advantages.
+
+    The deviation is the sample's (n - 1), as torch has it; neither paper says. A group of equal rewards gets exactly 0:
+    tested by equality, since in float32 the std of twelve rewards of 0.7 is not 0.
+    """
+    r = rewards.view(-1, group_size)                                                 # (P, G)
+    adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)            # (P, G)                       (1)
+    equal = (r == r[:, :1]).all(1, keepdim=True)                                     # (P, 1)
+    return adv.masked_fill(equal, 0.0).view(-1)
+
+
+def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
+    """Equations (2) to (4), negated: the SUM over rows of row means, to be divided by the rows of the optimiser step.
+
+    logp, old_logp, ref_logp (None without reference) and mask are (N, T), adv is (N,) or (N, T). Returns the loss, a
+    float32 scalar, and statistics as pairs (sum, count), or as maxima.
+    """
+    adv = adv if adv.dim() == 2 else adv[:, None]                                    # (N, 1) or (N, T)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
+    log_ratio = (logp - old_logp) * mask                                             # (N, T)
+    ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) no overflow            (2)
+    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
+    objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
+    stats = {}
+    if args.beta > 0:
+        log_ref = ((ref_logp - logp) * mask).clamp(max=20)                           # (N, T) log ref/pi
+        kl = log_ref.exp() - log_ref - 1                                             # (N, T) k3                     (4)
+        if args.kl == "wk3":
+            kl = kl * log_ratio.clamp(max=20).exp()                                  # (N, T) w_it k3
+        objective = objective - args.beta * kl                                       # (N, T)
+        stats["kl"] = (kl.detach() * mask).sum(), mask.sum()
+    loss = -(objective * mask / lengths).sum()
+    bound = (clipped * adv < ratio * adv).detach() * mask                            # (N, T) where the clip holds
+    stats |= {"loss": (loss.detach(), mask.new_tensor(len(mask))), "clip_frac": (bound.sum(), mask.sum()),
+              "ratio_max": (ratio.detach() * mask).max()}
+    return loss, stats
+
+
+@torch.no_grad()
+def collect(policy, reference, tokenizer, problems, reward, args):
+    """Sample a group for each problem and score it: all that stays constant while the rollout is trained on.
+
+    Returns the rollout (see common.py) with texts, rewards (N,), old_logp and ref_logp (N, T) and adv (N,), and statistics.
+    """
+    began = time.perf_counter()
+    prompts = [p["prompt"] for p in problems]
+    rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens, args.temperature)
+    seconds = time.perf_counter() - began
+    asked = [p for p in problems for _ in range(args.group_size)]                    # row i answers asked[i]
+    rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)                          # (N,)
+    rollout["old_logp"], entropy = common.score_rows(
+        lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args.micro_batch_tokens)
+    if reference is not None:
+        rollout["ref_logp"], = common.score_rows(
+            lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args.micro_batch_tokens)
+    rollout["adv"] = group_advantages(rollout["rewards"], args.group_size)           # (N,)
+    return rollout, common.rollout_stats(rollout, entropy, args.group_size, seconds)
+
+
+def update(policy, optimizer, rollout, args):
+    """Passes over the rollout x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
+    began, totals = time.perf_counter(), common.Totals()
+    for _ in range(args.epochs):
+        for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
+            rows = len(minibatch["ids"])  # the denominator of the whole optimiser step, whatever the micro-batches
+            for b in common.micro_batches(minibatch, args.micro_batch_tokens):
+                logp = common.token_logprobs(policy, b, args.temperature)            # (n, t) with gradient
+                loss, stats = policy_loss(logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
+                (loss / rows).backward()
+                totals.add(stats | common.padding(b))
+            totals.add(optimizer.step())
+    positions = rollout["attention"].sum().item() * args.epochs
+    return totals.means() | {"update_tokens_per_s": positions / (time.perf_counter() - began)}
+
+
+def main(args):
+    """Load, then {collect, update, evaluate, log, save} until --steps."""
+    policy, tokenizer = common.load_policy(args)
+    problems, held_out = common.load_problems(args, tokenizer)
+    reward = common.load_reward(args)
+    reference = common.load_reference(args) if args.beta > 0 else None
+    optimizer = common.Optimizer(policy, args.lr, args)
+    start = common.load_checkpoint(args, {"policy": optimizer})
+    log = common.Logger(args, start)
+    if start == 0:
+        log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
+    for step in log.steps():
+        began = time.perf_counter()
+        if reference is not None and args.ref_every and step % args.ref_every == 1 % args.ref_every:
+            reference.load_state_dict(policy.state_dict())                           # pi_ref <- pi, every M steps
+        asked = common.batch_of(problems, step, args)                                # P problems
+        rollout, stats = collect(policy, reference, tokenizer, asked, reward, args)  # pi_old is pi until the first update
+        stats |= update(policy, optimizer, rollout, args)
+        stats["seconds"] = time.perf_counter() - began
+        if step % args.eval_every == 0 or step == args.steps:
+            stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
+        log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
+        if step % args.save_every == 0 or step == args.steps or log.interrupted:
+            models = {"policy": policy} | ({"reference": reference} if reference is not None and args.ref_every else {})
+            common.save_checkpoint(args, step, tokenizer, models, {"policy": optimizer})
+    log.close()
+
+
+if __name__ == "__main__":
+    common.launch(main, parse_args())
