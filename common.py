@@ -9,9 +9,11 @@ positions, V vocabulary. A rollout is a dict of tensors with one row per complet
 to which the scripts add old_logp, ref_logp, values, returns (N, T) and adv (N,) or (N, T).
 """
 import argparse
-import contextlib
+import collections
+import importlib.util
 import itertools
 import json
+import logging
 import math
 import random
 import re
@@ -21,6 +23,8 @@ import sys
 import time
 import zlib
 from fractions import Fraction
+from functools import lru_cache
+from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,20 +34,192 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, DynamicCache
 
 transformers.logging.set_verbosity_error()
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 transformers.logging.disable_progress_bar()
 TOY = "runs/toy"
 RULE = "-" * 120
-EVAL_ROWS = 1024  # completions sampled at a time when evaluating
 STARTED = time.perf_counter()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The reward: is the marked answer of a completion the right one? Exact rationals; no eval, no CAS, no clock
+
+_LIMIT, _LONGEST = 1000, 10_000  # characters of an answer: longer must be the gold text itself, longer is no answer
+_BRACE = re.compile(r"\\.|[{}]", re.S)
+_GLUE = re.compile(r"(?:[\s,;.$&]|\\[()\[\],;! ]|\\q?quad|\\text\s?\{\s?(?:and|or)\s?\}|and|or)*")  # box to box
+_UNIT = r"(?![^{}]*(?:illion|thousand|hundred|dozen|squared|cubed|not))[A-Za-z]"  # those words change the number
+_CHARACTERS = str.maketrans({
+    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "∪": ",", "，": ", ",
+    "√": r"\sqrt ", "±": r"\pm ", "∈": "=", "≤": r"\le ", "≥": r"\ge ", "²": "^2", "³": "^3", "°": ""})  # fmt: skip
+_TIDY = [(re.compile(pattern), new) for pattern, new in [  # in this order; [0-9] because \d is every script's digits
+    (r"\\\\(?=[A-Za-z]{2})", r"\\"), (r"\\begin ?\{[pbvB]?matrix\}", "("), (r"\\end ?\{[pbvB]?matrix\}", ")"),
+    (r"\\\\|&|;|\\cup\b", ","), (r"\s+|~|\\q?quad|\\ ", " "), (r"\\degree\b|\bdegrees?\b|\^ ?\{? ?\\circ ?\}?", ""),
+    (r"\\[()\[\]]|\\?\$|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""), (r"\\?%|percent\b", "%"),
+    (r"(?<=[0-9])(?:\\[,: ]|\{,\}|,? ?\\!,?) ?(?=[0-9]{3})|\\[,:!]", ""),  # 1\,000 1{,}000 1,\!000
+    (rf"(?<=[0-9)}}]) ?\\(?:text|mbox) ?\{{ ?{_UNIT}[^{{}}0-9]*\}}(?:\^\{{?[23]\}}?)?[ .]*$", ""),  # 5\text{ cm}^2
+    (r"\\(?:text[a-z]*|mbox|math[a-z]*|operatorname) ?\{([^{}]*)\}", r" \1 "), (r"\b(?:and|or)\b", ","),
+    (r"(?<=[0-9]) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", ""),  # 12th
+    (rf"(?<=[0-9)}}])(?: +(?=[A-Za-z]{{2}})|(?=[a-z]{{4}})){_UNIT}[A-Za-z ]*(?:\^\{{?[23]\}}?)?[ .]*$", ""),  # 5 cm
+    (r"(?<![0-9.,])([0-9]{1,3}) (?=[0-9]{3}(?![0-9]))", r"\1"), (r"\\[dtc]frac", r"\\frac"),  # 1 000
+    (r"(?<![A-Za-z\\])(sqrt|pi|infty|sin|cos|tan|log|ln)(?![a-z])", r"\\\1"),
+    (r"\\leq?(?:slant)?\b", "≤"), (r"\\geq?(?:slant)?\b", "≥"), (r"\\in\b", "="), (r"\*\*", "^"),
+    (r"^([^<>≤≥]+)>([^<>≤≥]+)$", r"\2<\1"), (r"^([^<>≤≥]+)≥([^<>≤≥]+)$", r"\2≤\1"),
+    (r"^([^<>≤≥]+)<( ?[A-Za-z] ?)<([^<>≤≥]+)$", r"(\1,\3)"), (r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
+    (r"\\([{}])", r"\1"), (r"\\sqrt ?\[([^\[\]]*)\]", r"\\root{\1}"), (r"\\frac ?([0-9A-Za-z])", r"\\frac{\1}"),
+    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"), (r"([\^_]) ?(-?[0-9.]+|[A-Za-z])", r"\1{\2}"),
+    (r"([0-9]) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
+    (r"([0-9.]+) ?\* ?10 ?\^ ?\{? ?(-?[0-9]{1,2})(?![0-9]) ?\}?", r"\1e\2")]]  # fmt: skip
+_NAME = re.compile(r"^ ?\([A-Za-z, ]+\) ?=|(?:^|(?<=,))(?:[^-+*/^<>≤≥=0-9,()]|\([^()]*\)|_\{[0-9]+)+=")
+_THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_FRACTION = re.compile(r"\\frac ?([\ue000-\uf8ff]) ?([\ue000-\uf8ff])")
+_BRACKETS = re.compile(r"([(\[{])([^()\[\]{}]*)([)\]}])")
+_TERM = re.compile(r"([-+ ]*)(?! )((?:[0-9][eE][-+]|[^-+])+)")
+_NUMBER = r"[0-9]+ [0-9]+/[0-9]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+_ATOM = rf"(?:{_NUMBER}|[A-Za-z\ue000-\uf8ff]|\\(?:pi|infty|alpha|beta|gamma|theta|lambda|phi|omega)(?![A-Za-z]))"
+_FACTOR = re.compile(rf" *([*/]?) *(\\sqrt *)?({_ATOM})((?: ?[\^_] ?{_ATOM})*) *|(.)", re.S)
+
+
+def _boxes(text):
+    """str -> the content of the last \\boxed{...}, or of the last few side by side as one list; "" if unclosed."""
+    text = text.replace("\\boxed {", "\\boxed{")
+    found, end = [], len(text)
+    while len(found) < 64 and (start := text.rfind("\\boxed", 0, end)) >= 0:
+        depth = 0
+        for brace in _BRACE.finditer(text, start + 6, min(end, start + _LONGEST)):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                break
+        if depth or text[start + 6 : start + 7] != "{" or found and not _GLUE.fullmatch(text[brace.end() : end][:99]):
+            break
+        found, end = [text[start + 7 : brace.start()], *found], start
+    return ", ".join(found)
 
 
 def extract_answer(text):
-    m = re.findall(r"####\s*(\S+)|boxed{([^}]*)}", text); return (m[-1][0] or m[-1][1]) if m else None
+    """str -> str | None: the last <answer>...</answer> (in it the last box), else the last box, else the last ####."""
+    if not isinstance(text, str):
+        return None
+    _, tag, tagged = text.rpartition("<answer>")
+    if tag:
+        text, closed, _ = tagged.partition("</answer>")
+        text = text if closed else ""
+    if "\\boxed" in text:
+        text = _boxes(text)
+    elif not tag:
+        text = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else ""
+    return text.strip() or None
 
-def math_reward(c, a):
-    return float(extract_answer(c) == (extract_answer(a) or a))
+
+def _show(value):
+    """A product (its rational number, its other factors, "/" before those below the line) -> its one spelling."""
+    return "*".join([str(value[0]), *sorted(value[1])])
+
+
+def _spell(text, groups):
+    """A text with private characters for the groups read already -> the text with what they stand for."""
+    return "".join(f"({_show(groups[c])})" if c in groups else c for c in text if c != " ")
+
+
+def _product(text, groups):
+    """A term -> a product. What it cannot read (functions, factorials, 1/0) and 6*7, a sum left undone, stay text."""
+    word = text.replace(" ", "")
+    if len(word) > 1 and word.isalpha():
+        return Fraction(1), [word.casefold()]
+    number, factors, bare, asis = Fraction(1), [], 0, (Fraction(1), [_spell(word, groups)])
+    for over, root, atom, power, unread in _FACTOR.findall(text):
+        if unread or re.search("/0+$", atom):
+            return asis
+        digits = atom[0] in "0123456789."
+        n, more = (sum(map(Fraction, atom.split())), []) if digits else groups.get(atom) or (Fraction(1), [atom])
+        if power:
+            n, more = Fraction(1), [f"({_show((n, more))})" + _spell(power, groups)]
+        if root:  # take the squares of a small integer out
+            whole = int(n) if n.denominator == 1 and 0 < n < 10**6 else 1
+            square = next(r for r in range(isqrt(whole), 0, -1) if whole % r**2 == 0)
+            more = [f"sqrt({_show((n / square**2, more))})"] if more or n != square**2 else []
+            n = Fraction(square)
+        bare += over != "/" and not more
+        if bare > 1 or over == "/" and n == 0:
+            return asis
+        number *= 1 / n if over == "/" else n
+        if max(abs(number.numerator), number.denominator) >> 5000:  # 1e999/1e-999/...: str() of it would raise
+            return asis
+        factors += [factor[1:] if factor[:1] == "/" else "/" + factor for factor in more] if over == "/" else more
+    return number, factors
+
+
+def _sum(text, groups):
+    """One side of an equation -> a product: one term, or the terms in order over the first's number, not added up."""
+    terms = []
+    for signs, term in _TERM.findall(text):
+        number, factors = _product(term, groups)
+        terms.append((sorted(factors), number * (-1) ** signs.count("-")))
+    if len(terms) == 1:
+        return terms[0][::-1]
+    terms.sort()
+    first = Fraction(terms[0][1] or 1 if terms else 1)
+    return first, ["(" + "+".join(_show((number / first, factors)) for factors, number in terms) + ")"]
+
+
+def _group(opener, inside, closer, groups):
+    """What stands between two brackets -> a product: one value, a set or list in braces, a tuple, an interval."""
+    items = [[_sum(side, groups) for side in item.split("=")] for item in inside.split(",") if item.strip()]
+    if len(items) == 1 and len(items[0]) == 1:
+        return items[0][0]
+    items = ["=".join(sorted(map(_show, sides))) for sides in items]
+    return Fraction(1), [opener + ",".join(sorted(set(items)) if opener == "{" else items) + closer]
+
+
+@lru_cache(4096)
+def _key(text):
+    """Tidied str -> str, the same for equal answers. From the innermost brackets outwards, without recursion."""
+    groups, last, text = {}, "", "{" + text + "}"
+
+    def mark(value):  # what has been read is one private character from now on
+        groups[chr(0xE000 + len(groups))] = value
+        return chr(0xDFFF + len(groups))
+
+    while last != text:
+        last = text
+        text = _FRACTION.sub(lambda m: mark(_product(f"{m[1]}/{m[2]}", groups)), text)
+        text = _BRACKETS.sub(lambda m: mark(_group(*m.groups(), groups)), text)
+    return _spell(text, groups)
+
+
+@lru_cache(4096)
+def _tidy(text):
+    """str -> str: one spelling for what is written in many ways; units, money signs and LaTeX spacing are gone."""
+    text = text.translate(_CHARACTERS)
+    for pattern, new in _TIDY:
+        text = pattern.sub(new, text)
+    text += "," + text.replace("\\pm", "-") if "\\pm" in text else ""
+    return text.replace("\\pm", "+").strip().rstrip(" .")
+
+
+def _readings(text, other):
+    """Tidied str -> keys: 1,234 is a number or a list; x = 5 and 2+3 = 5 are 5; 20% of a plain gold is 20 or 1/5."""
+    if "=" in text and "=" not in other:
+        text = _NAME.sub("", text)
+        left, _, right = text.rpartition("=")
+        signs = set(left.replace("\\frac", "/"))
+        text = right if signs & set("+-*/") and signs <= set("+-*/=.0123456789 {}") else text
+    texts = {text}
+    if not re.search(r"[(\[{]", text):  # within brackets it is a list
+        texts.add(_THOUSANDS.sub(lambda number: number[0].replace(",", ""), text))
+    if "%" in text and "%" not in other:
+        texts |= {each.replace("%", "/100") for each in texts}
+    return {_key(each.replace("%", "")) for each in texts}
+
+
+def math_reward(completion, answer):
+    """str, str -> 1.0 if the completion's marked answer equals the gold answer, else 0.0."""
+    given, gold = extract_answer(completion), extract_answer(str(answer)) or str(answer)
+    if answer is None or not given or not re.search(r"\w", given):
+        return 0.0
+    if max(len(given), len(gold)) > _LIMIT:
+        return float(given == gold)
+    given, gold = _tidy(given), _tidy(gold)
+    return float(not _readings(given, gold).isdisjoint(_readings(gold, given)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,8 +236,8 @@ class Sized(NamedTuple):
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line and exit status 2, and whose --help shows the script's docstring as written."""
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    def __init__(self, script, description):
+        super().__init__(Path(script).name, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message):
         fail(f"{message} ({self.prog} --help explains every flag)")
@@ -111,16 +287,15 @@ def add_args(parser):
     add("--reward_model", metavar="DIR|NAME",
         help="sequence classifier with one label whose score is the reward; without it the reward is 1 for a right answer, else 0")
     add("--max_new_tokens", type=count, metavar="T", default=Sized(48, 1024), help="longest completion")
-    add("--temperature", type=within("(0, inf)"), default=1.0,
+    add("--temperature", type=within("[0.01, 100]"), default=1.0,
         help="softmax temperature of sampling and of every log-prob; below 1 explores less")
     add("--steps", type=count, default=Sized(20, 200), help="rollouts in the run")
     add("--micro_batch_tokens", type=count, metavar="N", default=16384, help="positions per forward and backward; lower it when memory runs out, the gradient stays the same")
-    add("--lr", type=within("(0, inf)"), default=Sized(5e-4, 1e-6), help="AdamW learning rate of the policy")
     add("--warmup_steps", type=within("[0, inf)", int), metavar="N", default=Sized(20, 20), help="optimiser steps over which the learning rate rises from 0")
     add("--max_grad_norm", type=within("(0, inf]"), default=1.0, help="gradients are scaled down to this norm; inf never scales")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=Sized(False, True),
         help="recompute activations in the backward pass: a third more work for far less memory")
-    add("--seed", type=within("[0, inf)", int), default=0, help="seed of sampling and of the order of the problems")
+    add("--seed", type=within("[0, 1000000000]", int), default=0, help="seed of sampling and of the order of the problems")
     add("--device", default="auto", help="cpu, cuda or cuda:N; auto takes the GPU where there is one")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
         help="of the weights in forward and backward; auto is bfloat16 on a GPU, float32 on a CPU; masters and moments are always float32")
@@ -129,36 +304,49 @@ def add_args(parser):
     add("--eval_every", type=count, metavar="N", default=Sized(10, 20), help="steps between evaluations; one is made before and after training too")
     add("--eval_problems", type=count, metavar="N", default=Sized(2560, 512), help="held-out problems per evaluation")
     add("--eval_samples", type=within("[0, inf)", int), metavar="N", default=1,
-        help="samples per held-out problem beside the greedy completion; with N > 1 pass@k is reported for k = 1, 2, 4 ... N")
+        help="samples per held-out problem beside the greedy completion; with N > 1 unbiased pass@k is reported for k = 2, 4, 8 ... up to N")
     add("--save_every", type=count, metavar="N", default=Sized(10, 20), help="steps between checkpoints; only the newest is kept")
     add("--tensorboard", action="store_true", help="also log to TensorBoard under --out (needs the tensorboard package)")
 
 
 def parse(parser, argv):
-    """Parse `argv`, check what one flag alone cannot, and settle --out. A resumed run starts from its saved flags."""
+    """Parse `argv`, check what one flag alone cannot, settle --out, --device and --dtype.
+
+    A run to resume brings its own flags; those given again take their place.
+    """
     args = parser.parse_args(argv)
+    args.script = parser.prog
     if args.resume:
-        out = args.out or fail("--resume: name the run to continue with --out")
+        if args.out is None:
+            fail("--resume: name the run to continue with --out")
         try:
-            parser.set_defaults(**json.loads(Path(out, "args.json").read_text()) | {"resume": True})
-        except (OSError, ValueError):
-            fail(f"--resume: there is no run in {out}")
-        args = parser.parse_args(argv)
+            saved = json.loads(Path(args.out, "args.json").read_text())
+            script = saved.pop("script")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            fail(f"--resume: there is no run in {args.out}")
+        if script != parser.prog:
+            fail(f"--resume: {args.out} holds a run of {script}")
+        parser.set_defaults(**saved | {"resume": True})
+        args = parser.parse_args(argv, argparse.Namespace(script=script))
     if args.minibatches > args.prompts:
         fail(f"--minibatches {args.minibatches}: at most --prompts ({args.prompts}), as the completions of a prompt stay together")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        fail("--tensorboard: needs the tensorboard package (pip install tensorboard)")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        fail(f"--device {args.device}: {first_line(error)}")
+        torch.zeros(1, device=args.device).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        fail(f"--device {args.device}: {first_line(error)[:200]}")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.device(args.device).type == "cuda" else "float32"
     if args.out is None:
-        names = (f"runs/{Path(parser.prog).stem}{suffix}" for suffix in itertools.chain([""], map("-{}".format, itertools.count(2))))
+        names = (f"runs/{Path(parser.prog).stem}{number}" for number in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
         args.out = next(name for name in names if not Path(name).exists())
     elif not args.resume and Path(args.out, "args.json").exists():
         fail(f"--out {args.out}: already holds a run; add --resume to continue it, or name another directory")
+    elif any(path.exists() and not path.is_dir() for path in (Path(args.out), *Path(args.out).parents)):
+        fail(f"--out {args.out}: a file is in the way")
     return args
 
 
@@ -171,17 +359,19 @@ def load_problems(args, tokenizer):
     Returns two lists of {"question": str, "answer": str, "prompt": list of int}. Rows whose gold answer cannot be read,
     whose prompt is too long or holds characters unknown to the tokenizer are counted and left out.
     """
-    path = Path(args.dataset)
+    path, held_out = Path(args.dataset), None
     if args.dataset == "arithmetic":
-        train, held_out = split_by_hash(arithmetic_problems(), "question")
-    elif path.suffix == ".jsonl" and Path(args.eval_split).suffix != ".jsonl":
-        train, held_out = split_by_hash(read_jsonl(path), args.question_column)
+        train = arithmetic_problems()
     elif path.suffix == ".jsonl":
-        train, held_out = read_jsonl(path), read_jsonl(Path(args.eval_split))
+        train = read_jsonl(path, "--dataset")
+        if Path(args.eval_split).suffix == ".jsonl":
+            held_out = read_jsonl(Path(args.eval_split), "--eval_split")
     else:
-        train, held_out = read_split(args.dataset, args.split), read_split(args.dataset, args.eval_split)
+        train, held_out = read_splits(args.dataset, args.split, args.eval_split)
+    if held_out is None:
+        train, held_out = split_by_hash(train, "question" if args.dataset == "arithmetic" else args.question_column)
     held_out = random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))  # the same in every run
-    return prepare(train, tokenizer, args), prepare(held_out, tokenizer, args)
+    return prepare(train, tokenizer, args, "to train on"), prepare(held_out, tokenizer, args, "to evaluate on")
 
 
 def split_by_hash(rows, column):
@@ -192,57 +382,78 @@ def split_by_hash(rows, column):
     return parts
 
 
-def read_jsonl(path):
+def read_jsonl(path, flag):
     """Read a file that holds one JSON object a line."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except OSError as error:
-        fail(f"--dataset: cannot read {path}: {error.strerror}")
+        fail(f"{flag}: cannot read {path}: {error.strerror}")
     except ValueError as error:
-        fail(f"--dataset: {path} does not hold one JSON object a line: {error}")
+        fail(f"{flag}: {path} does not hold one JSON object a line: {error}")
+    if not all(isinstance(row, dict) for row in rows):
+        fail(f"{flag}: {path} does not hold one JSON object a line")
+    return rows
 
 
-def read_split(name, split):
-    """Read one split: DIR/split.jsonl where there is one, else whatever `datasets` finds in the directory or on the hub."""
-    if Path(name, f"{split}.jsonl").exists():
-        return read_jsonl(Path(name, f"{split}.jsonl"))
+def read_splits(name, *wanted):
+    """Read the wanted splits: DIR/split.jsonl where they are, else what `datasets` makes of the directory or hub name. A
+    data set without splits is returned whole, with None for the others."""
+    if all(Path(name, f"{split}.jsonl").exists() for split in wanted):
+        return [read_jsonl(Path(name, f"{split}.jsonl"), "--dataset") for split in wanted]
     import datasets  # takes seconds to import: only where it is needed
+    datasets.disable_progress_bars()
     try:
-        if Path(name, "dataset_dict.json").exists():
+        if Path(name, "dataset_dict.json").exists() or Path(name, "state.json").exists():
             splits = datasets.load_from_disk(name)
         else:
-            configs = datasets.get_dataset_config_names(name)
-            splits = datasets.load_dataset(name, "main" if "main" in configs else configs[0])
+            source = str(Path(name).resolve()) if Path(name).is_dir() else ask_hub(name)  # a bare "csv" would mean the csv reader
+            configs = datasets.get_dataset_config_names(source)
+            splits = datasets.load_dataset(source, "main" if "main" in configs else configs[0])
     except Exception as error:  # the library has a dozen kinds of its own, network errors among them
-        fail(f"--dataset {name}: cannot be loaded: {first_line(error)}")
-    if split not in splits:
-        fail(f"--dataset {name}: no split '{split}', only {', '.join(splits)}; see --split and --eval_split")
-    return list(splits[split])
+        fail(f"--dataset {name}: no such directory or hub data set, or it cannot be read: {first_line(error.__cause__ or error)}")
+    if isinstance(splits, datasets.Dataset):
+        return [list(splits)] + [None] * (len(wanted) - 1)
+    for split in wanted:
+        if split not in splits:
+            fail(f"--dataset {name}: no split '{split}', only {', '.join(splits)}; see --split and --eval_split")
+    return [list(splits[split]) for split in wanted]
 
 
-def prepare(rows, tokenizer, args):
+def ask_hub(name):
+    """Say that `name` is no directory before its hub is asked: without a network that takes half a minute of retries."""
+    if not Path(name).exists():
+        print(f"there is no directory {name}: asking the hub for it", flush=True)
+    return name
+
+
+def prepare(rows, tokenizer, args, purpose):
     """Turn rows into problems; say how many were left out and why; an error when none is left."""
+    if not rows:
+        fail(f"--dataset {args.dataset}: has no rows {purpose}; see --split and --eval_split")
     graded = not args.reward_model  # a reward model needs no gold answer
     for column in [args.question_column] + [args.answer_column] * graded:
-        if rows and column not in rows[0]:
+        if column not in rows[0]:
             fail(f"--dataset {args.dataset}: no column '{column}', only {', '.join(rows[0])}; see --question_column and --answer_column")
-    questions = [str(row[args.question_column]) for row in rows]
+    questions = [str(row.get(args.question_column)) for row in rows]
     answers = [str(row.get(args.answer_column)) for row in rows]
-    problems, left_out = [], dict.fromkeys(["with an unreadable answer", "over --max_prompt_tokens", "with characters unknown to the tokenizer"], 0)
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else None  # GPT-2 has them as one
+    problems, left_out = [], collections.Counter()
     for question, answer, prompt in zip(questions, answers, prompt_ids(questions, args.system_prompt, tokenizer)):
-        if graded and not readable(answer):
+        if question in ("", "None"):
+            left_out["without a question"] += 1
+        elif graded and not readable(answer):
             left_out["with an unreadable answer"] += 1
-        elif len(prompt) > args.max_prompt_tokens:
+        elif not 0 < len(prompt) <= args.max_prompt_tokens:
             left_out["over --max_prompt_tokens"] += 1
-        elif tokenizer.unk_token_id in prompt:
+        elif unknown in prompt:
             left_out["with characters unknown to the tokenizer"] += 1
         else:
             problems.append({"question": question, "answer": answer, "prompt": prompt})
-    report = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+    report = ", ".join(f"{count} {why}" for why, count in left_out.items())
     if not problems:
-        fail(f"--dataset {args.dataset}: none of its {len(rows)} rows can be used" + f" ({report})" * bool(report))
+        fail(f"--dataset {args.dataset}: none of its {len(rows)} rows can be used {purpose}: {report}")
     if report:
-        print(f"--dataset {args.dataset}: left out of {len(rows)} rows: {report}")
+        print(f"--dataset {args.dataset}: of {len(rows)} rows {purpose}, left out {report}")
     return problems
 
 
@@ -251,6 +462,10 @@ def prompt_ids(questions, system_prompt, tokenizer):
     if not tokenizer.chat_template:
         return tokenizer([f"{system_prompt}\n{question}\n".lstrip("\n") for question in questions])["input_ids"]
     system = [{"role": "system", "content": system_prompt}] * bool(system_prompt)
+    try:
+        tokenizer.apply_chat_template(system + [{"role": "user", "content": ""}], tokenize=False)
+    except Exception:  # a template without a system role (jinja2's TemplateError): say it in the user's turn
+        system, questions = [], [f"{system_prompt}\n\n{question}" for question in questions]
     chats = [system + [{"role": "user", "content": question}] for question in questions]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has put in its own
@@ -266,37 +481,33 @@ def batch_of(problems, step, args):
     and the step alone, so that a resumed run goes on where it stopped without a saved cursor."""
     drawn = range((step - 1) * args.prompts, step * args.prompts)
     passes = {i // len(problems) for i in drawn}
-    order = {n: torch.randperm(len(problems), generator=torch.Generator().manual_seed(args.seed + n)) for n in passes}
+    order = {n: torch.randperm(len(problems), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + n)) for n in passes}
     return [problems[order[i // len(problems)][i % len(problems)]] for i in drawn]
 
 
-EQUATION = re.compile(r"(\d{1,9}|-\d{1,9}) ?([-+*/]) ?(\d{1,9}) ?= ?(-?\d{1,9})(?![\d.])")
+STEP = re.compile(r" *(-?\d{1,9}) ?([-+*/]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*")
 
 
 def step_signs(rollout, tokenizer):
-    """Which tokens stand in a worked step such as 7+2=9: 1 where it is true, -1 where false, 0 elsewhere; (N, T).
-
-    A step is a line with equations between integers; a line is false as soon as one of them is.
-    """
+    """Which completion tokens stand on a worked step, a line such as 7+2=9: 1 where it is true, -1 where it is false, 0 on
+    every other line; (N, T)."""
     signs = torch.zeros_like(rollout["mask"])
-    for i, mask in enumerate(rollout["mask"].bool()):
-        n = int(mask.sum())
-        end = int(rollout["attention"][i].sum())
-        pieces = tokenizer.batch_decode(rollout["ids"][i, end - n:end, None])
-        line, number = [], 0
-        for piece in pieces:
-            line.append(number)
-            number += piece.count("\n")
-        truths = [line_sign(text) for text in "".join(pieces).split("\n")]
-        signs[i, :n] = torch.tensor([truths[k] for k in line])
+    ends, lengths = rollout["attention"].sum(1).tolist(), rollout["mask"].sum(1).long().tolist()
+    for i, (end, n) in enumerate(zip(ends, lengths)):
+        pieces = tokenizer.batch_decode(rollout["ids"][i, end - n:end, None])        # n strings, a token each
+        line_of = [0, *itertools.accumulate(piece.count("\n") for piece in pieces)][:n]
+        truths = [step_sign(line) for line in "".join(pieces).split("\n")]
+        signs[i, :n] = signs.new_tensor([truths[line] for line in line_of])
     return signs
 
 
-def line_sign(text):
-    """1 if the equations in a line all hold, -1 if one does not, 0 if there is none."""
-    holds = [{"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": b * c == a and b != 0}[sign]
-             for a, sign, b, c in ((int(a), sign, int(b), int(c)) for a, sign, b, c in EQUATION.findall(text))]
-    return 0 if not holds else 1 if all(holds) else -1
+def step_sign(line):
+    """1 for a true step, -1 for a false one, 0 for any other line. Exact integers; nothing is evaluated."""
+    step = STEP.fullmatch(line)
+    if not step:
+        return 0
+    a, b, c = (int(step[i]) for i in (1, 3, 4))
+    return 1 if {"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": b != 0 and b * c == a}[step[2]] else -1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,16 +516,13 @@ def line_sign(text):
 def load_policy(args):
     """The policy, ready to train, and its tokenizer: from --model or, resuming, from the newest checkpoint.
 
-    Also settles the defaults that depend on the model's size, opens --out and prints the values in force.
+    Also settles the defaults that depend on the model's size.
     """
     source = newest_checkpoint(args) or args.model
     if source == TOY and not Path(TOY).exists():
         make_toy(TOY)
     policy = load_model(AutoModelForCausalLM, source, args, "--model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # missing files, a broken tokenizer.json, a class that needs another package
-        fail(f"--model {source}: its tokenizer cannot be loaded: {first_line(error)}")
+    tokenizer = load_tokenizer(source, "--model")
     rows = policy.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         fail(f"--model {source}: the tokenizer has {len(tokenizer)} tokens but the embedding {rows} rows: not of one model")
@@ -325,26 +533,41 @@ def load_policy(args):
     for name, value in vars(args).items():
         if isinstance(value, Sized):
             setattr(args, name, value.toy if size < 1_000_000 else value.real)
+    room = getattr(policy.config, "max_position_embeddings", None) or math.inf
+    if room <= args.max_new_tokens:
+        fail(f"--max_new_tokens {args.max_new_tokens}: {source} has {room} positions for prompt and completion together")
+    args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     if args.gradient_checkpointing:
         checkpoint_activations(policy)
-    open_run(args)
     print(f"{source}: {size / 1e6:,.2f}M parameters, {args.dtype} on {args.device}")
-    print("  ".join(f"--{name} {value}" for name, value in vars(args).items() if value not in (None, "", False)))
     return policy, tokenizer
 
 
 def load_model(kind, source, args, flag, **settings):
     """Load `source` with the transformers class `kind` on --device in --dtype, dropout off, in training mode."""
     try:
-        model = kind.from_pretrained(source, dtype=getattr(torch, args.dtype), **settings)
-    except Exception as error:  # no such directory or hub name, no network, an architecture that is not of this kind
-        fail(f"{flag} {source}: cannot be loaded: {first_line(error)}")
+        model, found = kind.from_pretrained(ask_hub(source), dtype=getattr(torch, args.dtype), output_loading_info=True, **settings)
+    except Exception as error:  # the hub's, the network's, or an architecture that is not of this kind
+        fail(f"{flag} {source}: no such model directory or hub model, or it cannot be read: {first_line(error)}")
+    if found["missing_keys"] and kind is not AutoModelForTokenClassification:  # the value head is meant to be new
+        fail(f"{flag} {source}: holds no weights for {', '.join(sorted(found['missing_keys']))}: it is another kind of model")
     for module in model.modules():  # dropout would make old and new log-probs those of two different networks
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     return model.to(args.device).train()
+
+
+def load_tokenizer(source, flag):
+    """The tokenizer that belongs to a model."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # missing files, a broken tokenizer.json, a class that needs another package
+        fail(f"{flag} {source}: its tokenizer cannot be loaded: {first_line(error)}")
+    if len(tokenizer) < 2:  # what transformers makes of a directory without tokenizer files
+        fail(f"{flag} {source}: has no tokenizer")
+    return tokenizer
 
 
 def load_frozen(source, args, flag, kind=AutoModelForCausalLM, **settings):
@@ -363,12 +586,18 @@ def load_value(args):
     """PPO's value model: the body of --model under a new scalar head that starts at 0, or as the run to resume left it."""
     newest = newest_checkpoint(args)
     model = load_model(AutoModelForTokenClassification, newest / "value" if newest else args.model, args, "--model", num_labels=1)
+    head = value_head(model).float()  # bfloat16 would round values near 1 to steps of 0.004
     if not newest:
-        for parameter in model.get_submodule("score" if hasattr(model, "score") else "classifier").parameters():
+        for parameter in head.parameters():
             torch.nn.init.zeros_(parameter)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def value_head(model):
+    """The linear layer of a token classifier; the families name it differently."""
+    return model.score if hasattr(model, "score") else model.classifier
 
 
 def checkpoint_activations(model):
@@ -398,24 +627,30 @@ def load_reward(args):
     if not args.reward_model:
         return lambda problems, texts: torch.tensor([math_reward(t, p["answer"]) for p, t in zip(problems, texts)])
     judge = load_frozen(args.reward_model, args, "--reward_model", AutoModelForSequenceClassification)
-    tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+    tokenizer = load_tokenizer(args.reward_model, "--reward_model")
     if judge.config.num_labels != 1:
         fail(f"--reward_model {args.reward_model}: has {judge.config.num_labels} labels; a reward is one number")
+    # The classifier reads the last token that is not padding: where padding is also eos, rows have to go one by one.
+    together = 1 if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) else 16
+    judge.config.pad_token_id = tokenizer.pad_token_id if together > 1 else None
 
     @torch.no_grad()
     def score(problems, texts):
+        chats = [[{"role": "user", "content": p["question"]}, {"role": "assistant", "content": t}] for p, t in zip(problems, texts)]
         if tokenizer.chat_template:
-            rows = [tokenizer.apply_chat_template([{"role": "user", "content": p["question"]}, {"role": "assistant", "content": t}],
-                                                  return_dict=True)["input_ids"] for p, t in zip(problems, texts)]
+            rows = tokenizer([tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats], add_special_tokens=False)["input_ids"]
         else:
-            rows = tokenizer([f"{p['question']}\n{t}" for p, t in zip(problems, texts)])["input_ids"]
-        # The classifier reads the last token that is not padding, so where padding is also eos, rows go one by one.
-        size = 1 if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) else 16
+            rows = tokenizer(["\n".join(turn["content"] for turn in chat) for chat in chats])["input_ids"]
         scores = []
-        for i in range(0, len(rows), size):
-            batch = tokenizer.pad({"input_ids": rows[i:i + size]}, padding_side="right", return_tensors="pt")
-            scores.append(judge(**batch.to(judge.device)).logits[:, 0].float().cpu())
+        for i in range(0, len(rows), together):
+            part = [torch.tensor(row, device=judge.device) for row in rows[i:i + together]]
+            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+            lengths = torch.tensor([len(row) for row in part], device=judge.device)
+            attention = (torch.arange(ids.shape[1], device=judge.device) < lengths[:, None]).long()
+            scores.append(judge(input_ids=ids, attention_mask=attention).logits[:, 0].float())
         return torch.cat(scores)
+    score.model = judge
+    return score
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -516,7 +751,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
     torch.manual_seed(args.seed)  # the same draws at every evaluation: differences are the policy's
     problems = sorted(problems, key=lambda p: len(p["prompt"]))
     n, greedy, sampled, lengths = args.eval_samples, [], [], []
-    rows = max(1, EVAL_ROWS // max(1, n))
+    rows = max(1, args.prompts * args.group_size // max(1, n))  # no more completions at a time than in a rollout
     for i in tqdm(range(0, len(problems), rows), desc="evaluating", leave=False, disable=None):
         part = problems[i:i + rows]
         prompts = [p["prompt"] for p in part]
@@ -561,8 +796,9 @@ def token_logprobs(model, batch, temperature, with_entropy=False):
 def token_values(model, batch):
     """V of the state before each completion token, from the value model: (N, T) float32, 0 outside the mask."""
     row, t, position = completion_positions(batch)
-    values = model(input_ids=batch["ids"], use_cache=False).logits[row, position - 1, 0]
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
+    head = value_head(model)
+    values = head(hidden[row, position - 1].to(head.weight.dtype)).squeeze(1)        # (M,)
     return values.new_zeros(batch["mask"].shape).index_put((row, t), values)
 
 
@@ -582,17 +818,18 @@ def head_logits(hidden, weight):
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[target] and the entropy of that softmax, CHUNK positions at a time.
+    """log softmax(hidden weight^T / temperature)[target] and the entropy of that softmax, a chunk of positions at a time.
 
-    The backward pass computes each chunk's logits anew instead of keeping them: CHUNK * V numbers in memory instead of
-    several times M * V, for one matrix product more.
+    The backward pass computes each chunk's logits anew instead of keeping them: (C, V) numbers in memory instead of
+    several times (M, V), for one matrix product more.
     """
     CHUNK = 256
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, with_entropy):      # (M, H), (V, H), (M,) -> (M,), (M,)
         logp, logz, entropy = [], [], []
-        for h, chosen in zip(hidden.split(ChunkedLogProbs.CHUNK), target.split(ChunkedLogProbs.CHUNK)):
+        C = ChunkedLogProbs.CHUNK * (4 if hidden.is_cuda else 1)  # a GPU wants larger products to be busy
+        for h, chosen in zip(hidden.split(C), target.split(C)):
             z = head_logits(h, weight).div_(temperature)                             # (C, V)
             top = z.amax(-1, keepdim=True)
             chosen = z.sub_(top).gather(1, chosen[:, None]).squeeze(1)               # (C,)
@@ -614,8 +851,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, target, logz = ctx.saved_tensors
         grad = grad / ctx.temperature
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=logz.dtype)
-        for start in range(0, len(hidden), ChunkedLogProbs.CHUNK):
-            c = slice(start, start + ChunkedLogProbs.CHUNK)
+        C = ChunkedLogProbs.CHUNK * (4 if hidden.is_cuda else 1)  # a GPU wants larger products to be busy
+        for c in (slice(start, start + C) for start in range(0, len(hidden), C)):
             z = head_logits(hidden[c], weight).div_(ctx.temperature).sub_(logz[c, None]).exp_()     # (C, V) softmax
             z.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])   # (C, V) gradient of the logits
             z = z.to(weight.dtype)
@@ -631,7 +868,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Batching
 
-MICRO_BATCH_COST = 256  # what a forward and backward costs beside its positions, in positions; seen from 0.1M to 2B parameters
+MICRO_BATCH_COST = 128  # fixed cost of a forward and backward, in positions: at GSM8K lengths a tenth or less is padding
 
 
 def micro_batches(batch, tokens):
@@ -642,7 +879,7 @@ def micro_batches(batch, tokens):
     longer than `tokens` gets a micro-batch of its own.
     """
     lengths, order = batch["attention"].sum(-1).sort(descending=True)
-    lengths, completions = lengths.tolist(), batch["mask"].sum(-1).long()
+    lengths, completions = lengths.tolist(), batch["mask"].sum(-1).long()[order].tolist()
     cost, cut = [0], [0]  # of the first j rows: the least cost, and where their last micro-batch begins
     for j in range(1, len(lengths) + 1):
         options = [(cost[j - 1] + lengths[j - 1] + MICRO_BATCH_COST, j - 1)]
@@ -656,11 +893,10 @@ def micro_batches(batch, tokens):
     end = len(lengths)
     while end > 0:
         begin = cut[end]
-        rows = order[begin:end]
-        L, T = lengths[begin], int(completions[rows].max())
-        part = select(batch, rows)
+        L, T = lengths[begin], max(completions[begin:end])
+        part = select(batch, order[begin:end]) | {"row": order[begin:end]}
         yield {name: value[:, :L] if name in ("ids", "attention") else value[:, :T] if value.dim() == 2 else value
-               for name, value in part.items()} | {"row": rows}
+               for name, value in part.items()}
         end = begin
 
 
@@ -733,7 +969,7 @@ class Optimizer:
     """
     PATIENCE = 5  # non-finite steps in a row before the run is stopped
 
-    def __init__(self, model, lr, args):
+    def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.warmup_steps, self.max_grad_norm = lr, args.warmup_steps, args.max_grad_norm
         self.taken, self.skipped, self.in_a_row = 0, 0, 0
         self.weights = [p for p in model.parameters() if p.requires_grad]
@@ -741,7 +977,7 @@ class Optimizer:
         for weight, master in zip(self.weights, self.masters):
             if master is not weight:
                 weight.register_post_accumulate_grad_hook(lambda weight, master=master: self.collect(weight, master))
-        self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0, fused=True)
 
     @staticmethod
     def collect(weight, master):
@@ -752,7 +988,7 @@ class Optimizer:
             master.grad += weight.grad
         weight.grad = None
 
-    def step(self):
+    def step(self, prefix=""):
         """One step of AdamW, then clear the gradients. Returns statistics: their norm before clipping, whether skipped.
 
         A step with a gradient that is not finite is skipped whole, moments and schedule included.
@@ -769,7 +1005,7 @@ class Optimizer:
             if self.in_a_row == self.PATIENCE:
                 fail(f"the gradient was not finite {self.PATIENCE} steps in a row: lower --lr and --resume from the last checkpoint", 1)
         self.adamw.zero_grad(set_to_none=True)
-        return {"skipped": (0, 1), "grad_norm": (norm, 1)} if math.isfinite(norm) else {"skipped": (1, 1)}
+        return {prefix + "skipped": (0, 1), prefix + "grad_norm": (norm, 1)} if math.isfinite(norm) else {prefix + "skipped": (1, 1)}
 
     def state_dict(self):
         return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken, "skipped": self.skipped}
@@ -841,8 +1077,10 @@ class Logger:
     """
     def __init__(self, args, start):
         self.args, self.start, self.interrupted, self.warned = args, start, False, set()
+        print("  ".join(f"--{name} {value}" for name, value in vars(args).items() if value not in (None, "", False)))
+        open_run(args)
         self.path = Path(args.out, "metrics.jsonl")
-        lines = self.path.read_text().splitlines() if start else []
+        lines = self.path.read_text().splitlines() if start and self.path.exists() else []
         entries = [json.loads(line) for line in lines if line.endswith("}")]  # a kill can leave half a line
         self.history = [entry for entry in entries if entry["step"] <= start]  # later steps will be taken again
         write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in self.history))
@@ -879,7 +1117,7 @@ class Logger:
                 self.board.add_scalar(name, stats[name], step)
         shown = [f"{label} {stats[name]:{form}}" for name, label, form in self.SHOWN if stats.get(name) is not None]
         self.say(f"step {step}/{self.args.steps}  " + "  ".join(shown))
-        if example and stats["eval_accuracy"] is not None:
+        if example and (step == 1 or stats["eval_accuracy"] is not None):
             self.say("    {} -> {}  (reward {:g})".format(*("\\n".join(str(text).strip().splitlines()) for text in example[:2]), example[2]))
         self.bar.update(step - self.bar.n)
         self.warn(stats)
@@ -904,8 +1142,8 @@ class Logger:
             self.say(f"warning: {warning}")
             self.warned.add(warning)
 
-    def close(self):
-        """Print what came of the run and where it lies; after Ctrl-C leave with status 130."""
+    def close(self, models, optimizers):
+        """Print what came of the run, what it held in memory and where it lies; after Ctrl-C leave with status 130."""
         self.bar.close()
         signal.signal(signal.SIGINT, self.handler)
         rows = [entry for entry in self.history if entry["eval_accuracy"] is not None]
@@ -914,6 +1152,8 @@ class Logger:
                                   ("eval_completion_length", "completion length", ".1f")]:
             if rows and rows[0].get(name) is not None:
                 print(f"{label:24}{rows[0][name]:>10{form}} before  {rows[-1][name]:>10{form}} after {rows[-1]['step']} steps")
+        held = held_bytes(models, optimizers)
+        print(f"{'bytes a parameter':24}{sum(held.values()):>10.1f}: " + ", ".join(f"{name} {size:.1f}" for name, size in held.items()))
         print(f"{'time':24}{time.perf_counter() - STARTED:>8.0f} s")
         print(f"{'model and checkpoint':24}  {newest_checkpoint(argparse.Namespace(resume=True, out=self.args.out))}")
         print(f"{'metrics':24}  {self.path}")
@@ -922,11 +1162,20 @@ class Logger:
             sys.exit(130)
 
 
+def held_bytes(models, optimizers):
+    """What stays in memory between steps, in bytes per parameter of the policy: the weights of each model that there is,
+    and the masters and moments of each optimiser. Within a step come 4 more for the float32 gradient of a trained model."""
+    def size(tensors):
+        return sum(t.numel() * t.element_size() for t in tensors) / models["policy"].num_parameters()
+    held = {f"{name} weights": size(model.parameters()) for name, model in models.items() if model is not None}
+    for name, o in optimizers.items():
+        held[f"{name} masters"] = size(master for weight, master in zip(o.weights, o.masters) if master is not weight)
+        held[f"{name} moments"] = size(t for state in o.adamw.state.values() for t in state.values() if t.dim() > 0)
+    return {name: size for name, size in held.items() if size}
+
+
 def tensorboard_writer(out):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        fail("--tensorboard: needs the tensorboard package (pip install tensorboard)")
+    from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter(out)
 
 

@@ -25,7 +25,7 @@ import common
 
 def parse_args(argv=None):
     """The flags of equations (1) to (4), and those that every script shares."""
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__file__, __doc__)
     count, positive = common.within("[1, inf)", int), common.within("[0, inf)")
     parser.add_argument("--prompts", type=count, metavar="P", default=32, help="prompts a step; more make a steadier gradient and a slower step")
     parser.add_argument("--group_size", type=common.within("[2, inf)", int), metavar="G", default=8,
@@ -37,6 +37,7 @@ def parse_args(argv=None):
     parser.add_argument("--kl", choices=["k3", "wk3"], default="k3",
                         help="KL estimator (4): k3 as in the paper, whose gradient is that of the forward KL; wk3 is right off-policy, in gradient too")
     parser.add_argument("--ref_every", type=count, metavar="M", help="iterative GRPO: copy the policy to the reference every M steps; without it the reference stays")
+    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(5e-4, 1e-6), help="AdamW learning rate of the policy")
     parser.add_argument("--epochs", type=count, metavar="MU", default=1, help="passes over each rollout; more reuse it further off-policy")
     parser.add_argument("--minibatches", type=count, metavar="N", default=4,
                         help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
@@ -152,11 +153,14 @@ def main(args):
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
+        if step == 1:
+            log.say(f"step 1: loss {stats['loss']:.4f}, gradient {stats['grad_norm']:.2f}. The loss starts at 0, as w = 1 and the advantages of a group sum to 0; "
+                    "its gradient, the mean of A grad log pi, does not. Watch the reward instead.")
         log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             models = {"policy": policy} | ({"reference": reference} if reference is not None and args.ref_every else {})
             common.save_checkpoint(args, step, tokenizer, models, {"policy": optimizer})
-    log.close()
+    log.close({"policy": policy, "reference": reference, "reward": getattr(reward, "model", None)}, {"policy": optimizer})
 
 
 if __name__ == "__main__":

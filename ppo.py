@@ -30,7 +30,7 @@ import common
 
 def parse_args(argv=None):
     """The flags of equations (1) to (5), and those that every script shares."""
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__file__, __doc__)
     count, positive = common.within("[1, inf)", int), common.within("[0, inf)")
     parser.add_argument("--prompts", type=count, metavar="P", default=256, help="prompts a step; more make a steadier gradient and a slower step")
     parser.add_argument("--group_size", type=count, metavar="G", default=1, help="completions a prompt; PPO needs no group, as its baseline is V")
@@ -45,6 +45,7 @@ def parse_args(argv=None):
     parser.add_argument("--eps_value", type=common.within("(0, inf)"), default=0.2, help="how far V may move from its old value (5); usually 0.2")
     parser.add_argument("--vf_coef", type=positive, default=0.1, help="weight of the value loss (5); Adam undoes it but for --max_grad_norm; usually 0.1 to 1")
     parser.add_argument("--value_lr", type=common.within("(0, inf)"), default=common.Sized(1e-3, 3e-6), help="AdamW learning rate of the value model")
+    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(5e-4, 3e-6), help="AdamW learning rate of the policy")
     parser.add_argument("--epochs", type=count, metavar="MU", default=4, help="passes over each rollout; more reuse it further off-policy")
     parser.add_argument("--minibatches", type=count, metavar="N", default=4,
                         help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
@@ -142,6 +143,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
 def explained_variance(values, returns, mask):
     """1 - Var(R - V) / Var(R) over completion tokens: 1 is a perfect critic, 0 one no better than a constant; nan if all are equal."""
     returns, values = returns[mask > 0], values[mask > 0]                            # (M,)
+    if not returns.var() > 1e-8:  # all the same but for rounding, or a single token
+        return float("nan")
     return (1 - (returns - values).var() / returns.var()).item()
 
 
@@ -159,8 +162,7 @@ def update(policy, value, optimizers, rollout, args):
                 loss, value_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
                 (args.vf_coef * loss / rows).backward()
                 totals.add(stats | value_stats | common.padding(b))
-            optimizers["value"].step()
-            totals.add(optimizers["policy"].step())
+            totals.add(optimizers["policy"].step() | optimizers["value"].step("value_"))
     positions = rollout["attention"].sum().item() * args.epochs
     return totals.means() | {"update_tokens_per_s": positions / (time.perf_counter() - began)}
 
@@ -172,7 +174,7 @@ def main(args):
     reward = common.load_reward(args)
     reference = common.load_reference(args) if args.beta > 0 else None
     value = common.load_value(args)
-    optimizers = {"policy": common.Optimizer(policy, args.lr, args), "value": common.Optimizer(value, args.value_lr, args)}
+    optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5), "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
     start = common.load_checkpoint(args, optimizers)
     log = common.Logger(args, start)
     if start == 0:
@@ -188,7 +190,7 @@ def main(args):
         log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             common.save_checkpoint(args, step, tokenizer, {"policy": policy, "value": value}, optimizers)
-    log.close()
+    log.close({"policy": policy, "value": value, "reference": reference, "reward": getattr(reward, "model", None)}, optimizers)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import common  # noqa: E402
 
 
 def pytest_configure(config):
+    torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
     config.addinivalue_line("markers", "upkeep: holds the three scripts together; left out unless asked for with -m upkeep")
     if not config.option.markexpr:
         config.option.markexpr = "not upkeep"
@@ -23,10 +24,11 @@ def pytest_configure(config):
 def tiny_config(family, vocab_size=64, **settings):
     """A config of `family` (qwen2, qwen3, llama, gpt2) with a few thousand parameters."""
     if family == "gpt2":
-        return transformers.GPT2Config(vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=128, **settings)
+        sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=128, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+        return transformers.GPT2Config(vocab_size=vocab_size, **sizes | settings)
     kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    return kind(vocab_size=vocab_size, max_position_embeddings=256, **sizes | settings)
+    return kind(vocab_size=vocab_size, **sizes | {"max_position_embeddings": 256} | settings)
 
 
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
