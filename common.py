@@ -28,6 +28,7 @@ from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
+import tokenizers
 import torch
 import transformers
 from tqdm import tqdm
@@ -278,7 +279,7 @@ def add_args(parser):
         help="arithmetic (built in), a .jsonl file, a data set directory, or a hub name such as openai/gsm8k")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test",
-        help="split (or .jsonl file) to evaluate on; a lone .jsonl file holds out an eighth of its rows")
+        help="split (or .jsonl file) to evaluate on; a lone .jsonl file holds out a fifth of its rows")
     add("--question_column", default="question", metavar="NAME", help="column with the question")
     add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer: '#### 42', \\boxed{42} or 42")
     add("--system_prompt", default=Sized("", "Reason step by step, then give the final answer on a last line after ####."),
@@ -375,10 +376,10 @@ def load_problems(args, tokenizer):
 
 
 def split_by_hash(rows, column):
-    """Hold out the eighth of `rows` whose question hashes to 0: the same rows in every run, whatever the seed."""
+    """Hold out the fifth of `rows` whose question hashes to 0: the same rows in every run, whatever the seed."""
     parts = [], []
     for row in rows:
-        parts[zlib.crc32(str(row.get(column)).encode()) % 8 == 0].append(row)
+        parts[zlib.crc32(str(row.get(column)).encode()) % 5 == 0].append(row)
     return parts
 
 
@@ -539,6 +540,10 @@ def load_policy(args):
     args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     if args.gradient_checkpointing:
         checkpoint_activations(policy)
+    if size < 1_000_000 and args.device == "cpu":
+        torch.set_num_threads(1)  # products this small gain nothing from a second thread, and wait for it on a busy machine
+    if args.model == TOY:
+        print(TOY_STORY)
     print(f"{source}: {size / 1e6:,.2f}M parameters, {args.dtype} on {args.device}")
     return policy, tokenizer
 
@@ -654,28 +659,77 @@ def load_reward(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The toy world
+# The toy world: one-digit sums, a model that fits in a laptop, and the two habits it starts with
+
+TOY_STORY = """The built-in model was warmed up on two habits, shown half and half: work step by step (nearly always right), or answer at once
+(off by -2 to 2: right one time in five or less). That gap was put there for reinforcement learning to find."""
+
+
 def arithmetic_problems():
-    problems = []
-    for n in (3, 4):
-        for numbers in itertools.product(range(1, 10), repeat=n):
-            for signs in itertools.product("+-", repeat=n - 1):
-                text = str(numbers[0]) + "".join(s + str(x) for s, x in zip(signs, numbers[1:]))
-                problems.append({"question": text + "=?", "answer": str(eval(text))})
+    """Every sum of 3 or 4 digits whose running result stays a digit: 14,520 of {"question": "7+2-5=?", "answer":
+    "7+2=9\\n9-5=4\\n#### 4"}."""
+    grown, problems = [(str(d), "", d) for d in range(10)], []
+    for length in (2, 3, 4):
+        grown = [(f"{text}{op}{d}", f"{steps}{result}{op}{d}={new}\n", new)
+                 for text, steps, result in grown for op in "+-" for d in range(10)
+                 if 0 <= (new := result + d if op == "+" else result - d) <= 9]
+        if length > 2:
+            problems += [{"question": f"{text}=?", "answer": f"{steps}#### {result}"} for text, steps, result in grown]
     return problems
 
 
 def make_toy(path):
-    from tokenizers import Tokenizer, models, pre_tokenizers, decoders, Regex
-    vocab = {c: i for i, c in enumerate(["<pad>", "<eos>", "<unk>"] + list("0123456789+-=?# \n"))}
-    tok = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tok.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tok.decoder = decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    config = transformers.Qwen3Config(vocab_size=len(vocab), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=16, intermediate_size=192, tie_word_embeddings=True, initializer_range=.06, rope_theta=100, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    """Make the built-in model, warm it up on both habits and save it as an ordinary Hugging Face directory."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(path); tokenizer.save_pretrained(path)
+    torch.set_num_threads(1)
+    vocabulary = {token: i for i, token in enumerate([*"0123456789+-=?# \n", "<pad>", "<eos>", "<unk>"])}
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    characters.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                                     clean_up_tokenization_spaces=False)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(  # the wide initialisation and small theta train faster
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 30.0},
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+    print(f"making {path}, once", flush=True)
+    warm_up(model, tokenizer, split_by_hash(arithmetic_problems(), "question")[0])
+    beside = Path(f"{path}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    beside.rename(path)
+
+
+def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
+    """Next-token training on both habits until a chain of steps comes out whole with probability `goal`; the learning
+    rate falls as that probability rises."""
+    rng, right, bar = random.Random(0), 0.0, tqdm(range(1, max_steps + 1), desc="warm-up", disable=None)
+    newline = tokenizer.convert_tokens_to_ids("\n")
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in bar:
+        rows = rng.sample(problems, 32)
+        guesses = [{**row, "answer": f"#### {int(extract_answer(row['answer'])) + rng.randint(-2, 2)}"} for row in rows[:18]]
+        nll = []
+        for habit in (guesses, rows[18:]):  # apart, because short rows need no padding to the length of long ones
+            texts = [f"{row['question']}\n{row['answer']}{tokenizer.eos_token}" for row in habit]
+            ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+            inputs, targets = ids[:, :-1], ids[:, 1:]
+            completion = ((inputs == newline).cumsum(1) > 0) & (targets != tokenizer.pad_token_id)
+            logits = model(input_ids=inputs, use_cache=False).logits
+            nll.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * completion)
+        chain = nll[1].detach() * (completion.cumsum(1) > 1)  # but for the first token, which chooses the habit
+        right += 0.05 * ((-chain.sum(1)).exp().mean().item() - right)  # every row is new to the model: held out
+        optimizer.param_groups[0]["lr"] = lr * min(1, step / 20) * max(0.1, 1 - right) ** 0.5
+        optimizer.zero_grad()
+        (sum(part.sum() for part in nll) / 400).backward()  # about 400 completion tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        bar.set_postfix_str(f"chains right {right:.3f}, goal {goal}", refresh=False)
+        if right >= goal:
+            return
+    fail(f"the warm-up ended with {right:.3f} of the chains right after {max_steps} steps", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from conftest import ROOT, tiny_config, tiny_model
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "gspo": gspo}
 FAMILIES = ["qwen2", "qwen3", "llama", "gpt2"]
-SMALL = "--steps 1 --prompts 2 --group_size 2 --max_new_tokens 4 --eval_problems 2 --minibatches 1 --lr 0.01 --warmup_steps 0"
+SMALL = ("--steps 1 --prompts 2 --group_size 2 --max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 "
+         "--eval_problems 2 --eval_samples 0")
 CLOCK = {"seconds", "rollout_tokens_per_s", "update_tokens_per_s", "peak_memory_gb"}  # what no two runs share
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -72,7 +73,8 @@ def save_model(path, family="qwen3", chat=None, pad="<pad>", eos="<eos>", bos=Fa
 def save_judge(path, labels=1, chat=None, pad="<pad>", config_pad=0):
     """A reward model directory."""
     torch.manual_seed(1)
-    config = tiny_config("qwen3", 104, num_labels=labels, eos_token_id=1, pad_token_id=config_pad, initializer_range=0.5)
+    config = tiny_config("qwen3", 104, num_labels=labels, eos_token_id=1, pad_token_id=config_pad, initializer_range=0.5,
+                         num_hidden_layers=1)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     char_tokenizer(chat, pad).save_pretrained(path)
 
@@ -88,7 +90,7 @@ def sums(count, start=0):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     path = tmp_path_factory.mktemp("world")
-    save_model(path / "model")
+    save_model(path / "model", num_hidden_layers=1)
     save_judge(path / "judge")
     write_jsonl(path / "data.jsonl", sums(60))
     return path
@@ -108,11 +110,15 @@ def here(world, tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def by_text(problems, texts):
+    """A reward that is a function of the text alone, from 0 to 1."""
+    return torch.tensor([zlib.crc32(text.encode()) % 9973 / 9973 for text in texts])
+
+
 @pytest.fixture
 def spread(monkeypatch):
     """Rewards that differ within every group, so that there is something to learn from random weights."""
-    score = lambda problems, texts: torch.tensor([zlib.crc32(text.encode()) % 97 / 97 for text in texts])  # noqa: E731
-    monkeypatch.setattr(common, "load_reward", lambda args: score)
+    monkeypatch.setattr(common, "load_reward", lambda args: by_text)
 
 
 def parsed(script, flags):
@@ -255,7 +261,6 @@ BAD_DATA = {  # name: (flags, the file's text or None, words)
     "no row held out": ("--dataset bad.jsonl", '{"question": "1+1", "answer": "2"}\n', ["bad.jsonl", "--eval_split"]),
     "question column": ("--question_column problem", None, ["'problem'", "--question_column", "question, answer"]),
     "answer column": ("--answer_column solution", None, ["'solution'", "--answer_column", "question, answer"]),
-    "question column in one row": ("--dataset bad.jsonl --eval_split data.jsonl", json.dumps(sums(1)[0]) + '\n{"answer": "2"}\n', ["bad.jsonl", "question"]),
     "nothing readable": ("--dataset bad.jsonl --eval_split data.jsonl", '{"question": "1+1", "answer": ""}\n' * 3, ["bad.jsonl", "3"]),
     "all too long": ("--max_prompt_tokens 3", None, ["data.jsonl", "--max_prompt_tokens"])}
 
@@ -395,7 +400,9 @@ def test_tensorboard_without_the_package_is_refused_before_anything_is_made(caps
 def test_more_tokens_than_the_model_has_positions_are_refused_before_training(capsys):
     """GPT-2's learned positions end at 128 here: going beyond is an index error, on a GPU a dead context."""
     save_model("gpt", "gpt2")
-    refused(capsys, "grpo", "--model gpt --max_new_tokens 126", "--max_new_tokens", "128")
+    for tokens, word in (("126", "--max_prompt_tokens"), ("128", "--max_new_tokens"), ("1000", "--max_new_tokens")):
+        refused(capsys, "grpo", f"--model gpt --max_new_tokens {tokens}", word)
+    train("grpo", "--model gpt --max_new_tokens 100")  # the longest prompt has 21 tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -453,7 +460,8 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
 
 def test_a_template_that_refuses_a_system_role_still_gets_the_instruction(capsys):
     """Gemma's does; real models have an instruction by default. Either the user turn holds it, or one line says so."""
-    template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}<{{ m['content'] }}>{% endfor %}"
+    template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+                "<{{ m['content'] }}>{% endfor %}")
     save_model("gemma", chat=template)
     try:
         train_set, _, tokenizer, _ = problems_of("--model gemma --system_prompt 'Be brief.'")
@@ -474,7 +482,7 @@ def test_prompts_with_characters_unknown_to_the_tokenizer_are_counted_but_specia
 
 def test_a_real_model_never_gets_the_toys_defaults():
     """Learning rate and lengths go by the model's size; given flags win."""
-    save_model("large", hidden_size=192, intermediate_size=512, num_hidden_layers=3)
+    save_model("large", hidden_size=192, intermediate_size=512, num_hidden_layers=3, max_position_embeddings=2048)
     keys = ("lr", "steps", "max_new_tokens", "system_prompt")
     for name, script in itertools.product(("model", "large"), ("grpo", "ppo")):
         out = f"{name}-{script}"
@@ -506,7 +514,7 @@ def test_a_lone_jsonl_holds_out_rows_by_hash_disjoint_and_stable():
     train_b, held_b, *_ = problems_of("--dataset b.jsonl --eval_problems 1000 --seed 7")
     a, b = (set(questions(train_a)), set(questions(held_a))), (set(questions(train_b)), set(questions(held_b)))
     assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and len(train_a) + len(held_a) == 250
-    assert 10 <= len(a[1]) <= 45
+    assert 10 <= len(a[1]) <= 70
     half = {row["question"] for row in rows[::-2]}
     assert b == (a[0] & half, a[1] & half)
 
@@ -555,7 +563,8 @@ def test_a_data_set_directory_gives_its_splits(kind, name, tmp_path, monkeypatch
 def test_a_jsonl_to_evaluate_on_and_columns_of_other_names():
     write_jsonl("mine.jsonl", [{"problem": row["question"], "solution": row["answer"], "question": "?", "answer": "0"} for row in sums(20)])
     write_jsonl("exam.jsonl", [{"problem": "1 + 1", "solution": "2", "extra": None}])
-    train_set, held_out, _, args = problems_of("--dataset mine.jsonl --eval_split exam.jsonl --question_column problem --answer_column solution")
+    train_set, held_out, _, args = problems_of(
+        "--dataset mine.jsonl --eval_split exam.jsonl --question_column problem --answer_column solution")
     assert questions(train_set) == [row["question"] for row in sums(20)] and questions(held_out) == ["1 + 1"]
     assert common.load_reward(args)(held_out, ["so #### 2"]).tolist() == [1.0]
 
@@ -569,14 +578,15 @@ def test_a_gold_answer_is_read_as_completions_are(gold):
 
 
 def test_unreadable_golds_and_long_prompts_are_counted_and_left_out(capsys):
-    rows = sums(10) + [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}] + [{"question": "x" * 80, "answer": "1"}] * 3
+    rows = sums(10) + [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}, {"question": "???"}, {"answer": "1"}]
+    rows += [{"question": "x" * 80, "answer": "1"}] * 3
     write_jsonl("mixed.jsonl", rows)
     train_set, *_ = problems_of("--dataset mixed.jsonl --eval_split data.jsonl --max_prompt_tokens 60")
     said = capsys.readouterr().out
     assert questions(train_set) == [row["question"] for row in sums(10)]
-    assert re.search(r"\b2\b[^,]*answer", said) and re.search(r"\b3\b[^,]*--max_prompt_tokens", said) and "15" in said
+    assert re.search(r"\b3\b[^,]*answer", said) and re.search(r"\b3\b[^,]*--max_prompt_tokens", said) and "17" in said
     kept, *_ = problems_of("--dataset mixed.jsonl --eval_split data.jsonl --max_prompt_tokens 60 --reward_model judge")
-    assert len(kept) == 12, "a reward model needs no gold answer"
+    assert len(kept) == 13, "a reward model needs no gold answer"
 
 
 def test_every_problem_is_asked_once_before_any_is_asked_again(spread, monkeypatch):
@@ -604,9 +614,12 @@ def test_the_shared_gsm8k_can_be_read(capsys):
     path = ROOT.parent / "shared" / "gsm8k"
     if not path.exists():
         pytest.skip("not here")
-    train_set, held_out, *_ = problems_of(f"--dataset {path} --max_prompt_tokens 4000 --eval_problems 64")
-    assert len(train_set) > 5000 and len(held_out) > 32 and "answer" not in capsys.readouterr().out.split("--dataset")[-1].split("rows")[-1]
-    assert common.math_reward("#### 72", train_set[0]["answer"]) == 1.0
+    save_model("wide", max_position_embeddings=4096)
+    train_set, held_out, *_ = problems_of(
+        f"--model wide --dataset {path} --split test --eval_split test --max_prompt_tokens 2000 --eval_problems 64")
+    assert 1000 < len(train_set) <= 1319 and 32 < len(held_out) <= 64 and "unreadable" not in capsys.readouterr().out
+    gold = next(p for p in train_set if p["question"].startswith("A robe takes"))["answer"]
+    assert common.math_reward("#### 3", gold) == 1.0 and common.math_reward("#### 2", gold) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -639,7 +652,8 @@ def test_ref_every_refreshes_the_reference_at_steps_1_M_plus_1(script, spread, m
         assert fresh[-1] == torch.equal(rollout["ref_logp"], rollout["old_logp"])
         return rollout, stats
     monkeypatch.setattr(SCRIPTS[script], "collect", collect)
-    for every, expected in {"--ref_every 2": [1, 0, 1, 0, 1], "--ref_every 1": [1] * 5, "--ref_every 3": [1, 0, 0, 1, 0], "": [1, 0, 0, 0, 0]}.items():
+    table = {"--ref_every 2": [1, 0, 1, 0, 1], "--ref_every 1": [1] * 5, "--ref_every 3": [1, 0, 0, 1, 0], "": [1, 0, 0, 0, 0]}
+    for every, expected in table.items():
         fresh.clear()
         rows = train(script, f"--beta 0.1 --steps 5 --kl k3 {every}", out=f"run{every[-1:]}")
         assert fresh == [bool(x) for x in expected], every
@@ -670,10 +684,12 @@ def test_whiten_gives_mean_0_and_deviation_1_and_no_whiten_does_not(spread, monk
         assert (abs(values.mean()) < 1e-5 and abs(values.std(correction=0) - 1) < 1e-3) == whitened
 
 
-@pytest.mark.parametrize("flags", ["--gamma 0.9", "--lam 0.5", "--vf_coef 1 --max_grad_norm inf", "--eps_value 1e-4 --epochs 2", "--value_lr 0.1"])
+@pytest.mark.parametrize("flags", ["--gamma 0.9", "--lam 0.5", "--vf_coef 1 --max_grad_norm inf", "--eps_value 1e-4 --epochs 2",
+                                   "--value_lr 0.1"])
 def test_every_ppo_flag_changes_what_is_learned(flags, spread):
     def learned(out):
-        return load_file(newest(out) / "model.safetensors") | {"value." + k: v for k, v in load_file(newest(out) / "value/model.safetensors").items()}
+        policy, value = (load_file(newest(out) / name) for name in ("model.safetensors", "value/model.safetensors"))
+        return [policy, value]
     base = "--steps 3 --prompts 4 --no-whiten --vf_coef 0.1 --epochs " + ("2" if "epochs" in flags else "1")
     train("ppo", base, out="base")
     train("ppo", f"{base} {flags}", out="other")
@@ -686,11 +702,9 @@ SHARED = ["--temperature 0.5", "--eps_low 0.001", "--eps_high 0.001", "--seed 3"
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_shared_flag_changes_what_is_learned(script, spread):
-    base = "--steps 2 --prompts 4 --minibatches 2 --epochs 2 --beta 0 --lr 0.003 --eps_low 0.5 --eps_high 0.5 --eval_samples 0"
+    base = "--steps 2 --prompts 4 --minibatches 2 --epochs 2 --beta 0 --lr 0.003 --eps_low 0.5 --eps_high 0.5 --eval_problems 1"
     train(script, base, out="base")
-    train(script, base, out="again")
     learned = load_file(newest("base") / "model.safetensors")
-    assert same(learned, load_file(newest("again") / "model.safetensors"))
     for i, flags in enumerate(SHARED):
         train(script, f"{base} {flags}", out=f"other{i}")
         assert not same(learned, load_file(newest(f"other{i}") / "model.safetensors")), flags
@@ -700,7 +714,8 @@ def test_every_shared_flag_changes_what_is_learned(script, spread):
 def test_memory_flags_change_neither_weights_nor_metrics(script, spread, monkeypatch):
     """--gradient_checkpointing and --micro_batch_tokens are about memory: the result is that of the plain run."""
     calls = spy(monkeypatch, SCRIPTS[script], "update")
-    runs = {"whole": "--no-gradient_checkpointing --micro_batch_tokens 100000", "cut": "--micro_batch_tokens 1", "again": "--gradient_checkpointing"}
+    runs = {"whole": "--no-gradient_checkpointing --micro_batch_tokens 100000", "cut": "--micro_batch_tokens 1",
+            "again": "--gradient_checkpointing"}
     base = "--steps 2 --prompts 4 --max_new_tokens 6 --beta 0.1 --minibatches 2 --lr 0.001"
     rows = {name: train(script, f"{base} {flags}", out=name)[-1] for name, flags in runs.items()}
     assert [call.policy.is_gradient_checkpointing for call in calls[::2]] == [False, False, True]
@@ -708,7 +723,7 @@ def test_memory_flags_change_neither_weights_nor_metrics(script, spread, monkeyp
     for name in ("cut", "again"):
         for key, value in weights["whole"].items():
             torch.testing.assert_close(weights[name][key], value, rtol=1e-3, atol=3e-5)
-        for key in ("reward", "completion_length", "truncated", "entropy", "kl", "clip_frac", "ratio_max", "grad_norm", "zero_variance_groups"):
+        for key in "reward completion_length truncated entropy kl clip_frac ratio_max grad_norm zero_variance_groups".split():
             assert rows[name][key] == pytest.approx(rows["whole"][key], rel=2e-3, abs=1e-5), key
     assert rows["cut"]["padding"] == 0
 
@@ -717,7 +732,8 @@ def test_memory_flags_change_neither_weights_nor_metrics(script, spread, monkeyp
 @pytest.mark.parametrize("dtype, expected", [("bfloat16", torch.bfloat16), ("float32", torch.float32), ("auto", torch.float32)])
 def test_dtype_is_that_of_the_weights_while_masters_stay_float32(script, dtype, expected, spread, monkeypatch):
     calls = spy(monkeypatch, SCRIPTS[script], "update")
-    row = train(script, f"--dtype {dtype} --device {'auto' if dtype == 'auto' and not torch.cuda.is_available() else 'cpu'} --steps 2 --beta 0.1")[-1]
+    device = "auto" if dtype == "auto" and not torch.cuda.is_available() else "cpu"
+    row = train(script, f"--dtype {dtype} --device {device} --steps 2 --beta 0.1")[-1]
     assert {p.dtype for p in calls[-1].policy.parameters()} == {expected}
     assert {t.dtype for t in load_file(newest() / "model.safetensors").values()} == {expected}
     state = torch.load(newest() / "optimizer.pt")
@@ -772,9 +788,9 @@ def test_a_reward_models_scores_are_those_of_one_row_at_a_time(pad, config_pad, 
     tokenizer = transformers.AutoTokenizer.from_pretrained("critic")
     for problem, text, score in zip(problems, texts, scores):
         turns = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
-        ids = (tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"] if chat else tokenizer(f"{problem['question']}\n{text}")["input_ids"])
+        read = tokenizer.apply_chat_template(turns, return_dict=True) if chat else tokenizer(f"{problem['question']}\n{text}")
         with torch.no_grad():
-            assert score.item() == pytest.approx(judge(torch.tensor([ids])).logits.item(), abs=1e-5)
+            assert score.item() == pytest.approx(judge(torch.tensor([read["input_ids"]])).logits.item(), abs=1e-5)
     assert scores.shape == (21,) and scores.dtype == torch.float32 and scores.std() > 0.01
 
 
@@ -808,7 +824,8 @@ def test_out_defaults_to_runs_and_the_scripts_name_and_counts_on(monkeypatch, sp
 STEADY = "--prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
 RESUMES = [("ppo", 2, 4, "--beta 0.1 --epochs 2"), ("grpo", 2, 4, "--beta 0.1"), ("gspo", 2, 4, "--beta 0"),
            ("grpo", 3, 5, "--beta 0.1 --ref_every 2"), ("gspo", 1, 3, "--beta 0.1 --ref_every 2 --token_level"),
-           ("grpo", 2, 4, "--dtype bfloat16 --beta 0.1 --ref_every 3"), ("ppo", 2, 4, "--dtype bfloat16 --beta 0.1"), ("gspo", 2, 4, "--dtype bfloat16"),
+           ("grpo", 2, 4, "--dtype bfloat16 --beta 0.1 --ref_every 3"), ("ppo", 2, 4, "--dtype bfloat16 --beta 0.1"),
+           ("gspo", 2, 4, "--dtype bfloat16"),
            ("grpo", 1, 4, "--gradient_checkpointing --epochs 2 --seed 5")]
 
 
@@ -850,7 +867,7 @@ class Killed(BaseException):
 
 
 class Assassin:
-    """Raises at the n-th change of a file below a directory (writing, renaming, making, removing)."""
+    """Raises before the n-th change (write, rename, make, remove) of what lies in a directory, and inside its checkpoints."""
     EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 
     def __init__(self):
@@ -862,14 +879,15 @@ class Assassin:
             return
         if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wax+")):
             return
-        if str(Path(args[0]).absolute()).startswith(self.below):
+        path = Path(args[0]).absolute()
+        if self.below in (path, path.parent) or (self.below in path.parents and path.name in ("config.json", "tokenizer.json")):
             self.left -= 1
             if self.left < 0:
                 raise Killed
 
     @contextlib.contextmanager
     def after(self, count, below):
-        self.below, self.left = str(Path(below).absolute()), count
+        self.below, self.left = Path(below).absolute(), count
         try:
             yield
         finally:
@@ -883,7 +901,7 @@ def assassin():
 
 def test_a_kill_before_any_change_of_a_file_loses_nothing(assassin, spread, capsys):
     """Stop at every single one in turn, go on, and end where the undisturbed run ends."""
-    flags = "--steps 2 --save_every 1 --beta 0.1 --ref_every 2 --eval_every 9 --eval_samples 0"
+    flags = "--steps 2 --save_every 1 --beta 0.1 --ref_every 2 --eval_every 9 --eval_problems 1 --max_new_tokens 2"
     train("grpo", flags, out="whole")
     for count in itertools.count():
         out = f"run{count}"
@@ -901,7 +919,7 @@ def test_a_kill_before_any_change_of_a_file_loses_nothing(assassin, spread, caps
         assert [row["step"] for row in rows] == [0, 1, 2], count
         same_runs("whole", out)
         shutil.rmtree(out)
-    assert count > 20, "the assassin saw too little of what is written"
+    assert count > 15, "the assassin saw too little of what is written"
 
 
 def test_flags_given_again_override_and_the_others_come_from_the_saved_run(spread):
@@ -962,7 +980,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_as_it_was(sprea
 # ---------------------------------------------------------------------------------------------------------------------
 # True processes
 
-ENDLESS = f"--model model --dataset data.jsonl {SMALL} --reward_model judge --steps 100000 --eval_every 100000 --eval_samples 0"
+ENDLESS = f"--model model --dataset data.jsonl {SMALL} --reward_model judge --steps 100000 --eval_every 100000"
 
 
 def wait_for(condition, child, seconds=120):
@@ -1035,7 +1053,8 @@ KEYS = ("step reward completion_length truncated entropy kl clip_frac ratio_max 
 def test_metrics_hold_the_designs_keys_and_what_was_sampled(script, spread, monkeypatch):
     """One line a step. Means are over completion tokens and all rows: compared with the rollout itself."""
     calls = spy(monkeypatch, SCRIPTS[script], "collect")
-    rows = train(script, "--steps 3 --beta 0.1 --prompts 5 --group_size 3 --minibatches 2 --max_new_tokens 12 --micro_batch_tokens 200")
+    rows = train(script, "--steps 3 --beta 0.1 --prompts 5 --group_size 3 --minibatches 2 --max_new_tokens 12 --micro_batch_tokens 200 "
+                         "--eval_samples 1")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(rows[i]["eval_accuracy"] is not None and rows[i]["eval_sampled_accuracy"] is not None for i in (0, 3))
     for row, call in zip(rows[1:], calls):
@@ -1059,7 +1078,7 @@ def test_metrics_hold_the_designs_keys_and_what_was_sampled(script, spread, monk
 def test_zero_variance_groups_are_counted(script, monkeypatch):
     """Of 4 groups the one whose completions score the same is a quarter."""
     def score(problems, texts):
-        rewards = torch.tensor([zlib.crc32(text.encode()) % 97 / 97 for text in texts])
+        rewards = by_text(problems, texts)
         rewards[:2] = 0.7
         return rewards
     monkeypatch.setattr(common, "load_reward", lambda args: score)
@@ -1068,7 +1087,7 @@ def test_zero_variance_groups_are_counted(script, monkeypatch):
 
 def test_a_run_shows_its_values_its_steps_a_completion_and_a_closing_table(spread, monkeypatch, capsys):
     calls = spy(monkeypatch, grpo, "collect")
-    rows = train("grpo", "--steps 2 --eval_every 1")
+    rows = train("grpo", "--steps 2 --eval_every 1 --eval_samples 1")
     said = capsys.readouterr().out
     for value in ("--lr 0.01", "--group_size 2", "--temperature 1.0", "--dtype float32", "--beta 0.04"):
         assert value in said, "the values in force are printed"
@@ -1105,7 +1124,7 @@ def test_groups_that_teach_nothing_for_many_steps_are_warned_about(script, capsy
     said = capsys.readouterr().out
     warning = [line for line in said.splitlines() if line.startswith("warning") and "group" in line]
     assert len(warning) == 1 and "--temperature" in warning[0] and all(row["zero_variance_groups"] == 1 for row in metrics()[1:])
-    monkeypatch.setattr(common, "load_reward", lambda args: lambda problems, texts: torch.tensor([zlib.crc32(t.encode()) % 97 / 97 for t in texts]))
+    monkeypatch.setattr(common, "load_reward", lambda args: by_text)
     train(script, "--steps 6", out="lively")
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning") and "group" in line]
 

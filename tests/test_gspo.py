@@ -184,6 +184,16 @@ def test_float32_is_enough_and_bfloat16_is_not():
     assert error[torch.float32] < 1e-6 and error[torch.bfloat16] > 1e-4
 
 
+def test_a_float32_models_ratios_are_as_good_as_float64s():
+    """Any step of the log-probs taken in bfloat16 or TF32 moves s_i by more than a tenth of the clip window (3e-4)."""
+    model, batch = tiny_model(), random_batch(8)
+    ours, exact = common.token_logprobs(model, batch, 0.7), copy.deepcopy(model).double()
+    for i, n in enumerate(batch["mask"].sum(1).long().tolist()):
+        ids = batch["ids"][i, :batch["attention"][i].sum()]
+        logp = (exact(input_ids=ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[1:, None])[-n:]
+        assert (ours[i, :n].double().mean() - logp.mean()).abs() < 1e-5
+
+
 def test_a_bfloat16_model_has_float32_ratios_and_starts_at_one(monkeypatch):
     """Log-probs left in bfloat16 by the model: s_i would jump in steps as wide as the clip window before any update."""
     model = tiny_model(dtype=torch.bfloat16)
@@ -427,7 +437,7 @@ def test_tokens_get_the_sign_of_their_line():
     """Tokens of several characters, a line end inside a token, rows of other lengths, prompts that hold equations themselves."""
     rows = [  # (prompt, completion as (piece, sign))
         (["1+1=3", "\n"], [("7+", 1), ("2=9", 1), ("\n", 1), ("9-", 1), ("5", 1), ("=4\n", 1), ("####", 0), (" 4", 0), ("<eos>", 0)]),
-        (["so\n"], [("7+", -1), ("2=8\n\n", -1), ("####", 0), (" 4", 0), ("<eos>", 0)]),
+        (["so\n"], [("7+", -1), ("2=8\n\n", -1), ("7+", 1), ("2=9", 1), ("\n", 1), ("####", 0), (" 4", 0)]),
         (["7+", "2=9", "\n", "9-", "5", "=4\n"], [("so\n", 0), ("1+1=3", -1), ("\n", -1), ("<eos>", 0)]),
         (["so\n", "7+"], [("2=9", 0), ("\n", 0), ("7+", 1), ("2=9", 1)]),  # cut off; the prompt's "7+" is no part of its line
         (["7+"], [("9-", 1), ("4=5\n3+", 1), ("2=9", -1), ("\n", -1), ("7+", 0)])]

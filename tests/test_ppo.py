@@ -89,8 +89,7 @@ def test_gae_neither_reads_nor_writes_padding():
     torch.manual_seed(1)
     mask = ragged_mask([5, 2], 5)
     rewards, values = torch.randn(2, 2, 5, dtype=D)
-    dirty = values + 100 * (1 - mask), rewards * mask
-    adv, returns = ppo.gae(dirty[1], dirty[0], mask, 0.9, 0.95)
+    adv, returns = ppo.gae(rewards + 50 * (1 - mask), values + 100 * (1 - mask), mask, 0.9, 0.95)
     alone = ppo.gae(rewards[1:, :2], values[1:, :2], mask[1:, :2], 0.9, 0.95)
     assert torch.allclose(adv[1, :2], alone[0][0], atol=1e-12) and torch.allclose(returns[1, :2], alone[1][0], atol=1e-12)
     assert (adv[1, 2:] == 0).all() and (returns[1, 2:] == 0).all()
@@ -309,11 +308,11 @@ def test_value_loss_against_loops_and_finite_differences(seed):
 
 
 def test_defaults_are_those_of_the_papers():
-    """EQUATIONS.md: gamma 1, lambda .95, beta .05, clips .2, vf .1, whitened, 4 epochs, 3e-6 for the value model, group of 1."""
+    """EQUATIONS.md: gamma 1, lambda .95, beta .05, clips .2, vf .1, whitened, 4 epochs, lr 3e-6, group of 1."""
     args = ppo.parse_args([])
     assert (args.gamma, args.lam, args.beta, args.vf_coef) == (1, 0.95, 0.05, 0.1)
     assert (args.eps_low, args.eps_high, args.eps_value) == (0.2, 0.2, 0.2)
-    assert args.whiten and args.epochs == 4 and args.group_size == 1 and args.value_lr.real == 3e-6 and args.minibatches > 1
+    assert args.whiten and args.epochs == 4 and args.group_size == 1 and args.lr.real == args.value_lr.real == 3e-6 and args.minibatches > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -458,6 +457,15 @@ def test_collect_by_loops(group_size, whiten, beta):
         assert stats["kl"] == pytest.approx(float((old - ref)[tokens].mean()), abs=1e-5)
     explained = 1 - (returns - V)[tokens].var() / returns[tokens].var()
     assert stats["explained_variance"] == pytest.approx(float(explained), abs=1e-4)
+
+
+def test_advantages_and_returns_carry_no_gradient():
+    """Trap 25: a differentiable reward (a reward model left trainable) would be trained through the advantages."""
+    policy, reference, value = models()
+    args = settings(beta=0.1, max_new_tokens=4)
+    scored = lambda problems, texts: torch.ones(len(texts), requires_grad=True)  # noqa: E731
+    rollout, _ = ppo.collect(policy, value, reference, tiny_tokenizer(VOCAB), [{"prompt": [3]}] * 2, scored, args)
+    assert not any(rollout[name].requires_grad for name in ("old_logp", "ref_logp", "values", "adv", "returns"))
 
 
 def test_nothing_of_the_rollout_changes_from_pass_to_pass(monkeypatch):
