@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
 import re
 import shutil
@@ -24,7 +25,6 @@ import time
 import zlib
 from fractions import Fraction
 from functools import lru_cache
-from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,182 +45,117 @@ STARTED = time.perf_counter()
 # ---------------------------------------------------------------------------------------------------------------------
 # The reward: is the marked answer of a completion the right one? Exact rationals; no eval, no CAS, no clock
 
-_LIMIT, _LONGEST = 1000, 10_000  # characters of an answer: longer must be the gold text itself, longer is no answer
-_BRACE = re.compile(r"\\.|[{}]", re.S)
-_GLUE = re.compile(r"(?:[\s,;.$&]|\\[()\[\],;! ]|\\q?quad|\\text\s?\{\s?(?:and|or)\s?\}|and|or)*")  # box to box
-_UNIT = r"(?![^{}]*(?:illion|thousand|hundred|dozen|squared|cubed|not))[A-Za-z]"  # those words change the number
-_CHARACTERS = str.maketrans({
-    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "∪": ",", "，": ", ",
-    "√": r"\sqrt ", "±": r"\pm ", "∈": "=", "≤": r"\le ", "≥": r"\ge ", "²": "^2", "³": "^3", "°": ""})  # fmt: skip
-_TIDY = [(re.compile(pattern), new) for pattern, new in [  # in this order; [0-9] because \d is every script's digits
-    (r"\\\\(?=[A-Za-z]{2})", r"\\"), (r"\\begin ?\{[pbvB]?matrix\}", "("), (r"\\end ?\{[pbvB]?matrix\}", ")"),
-    (r"\\\\|&|;|\\cup\b", ","), (r"\s+|~|\\q?quad|\\ ", " "), (r"\\degree\b|\bdegrees?\b|\^ ?\{? ?\\circ ?\}?", ""),
-    (r"\\[()\[\]]|\\?\$|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""), (r"\\?%|percent\b", "%"),
-    (r"(?<=[0-9])(?:\\[,: ]|\{,\}|,? ?\\!,?) ?(?=[0-9]{3})|\\[,:!]", ""),  # 1\,000 1{,}000 1,\!000
-    (rf"(?<=[0-9)}}]) ?\\(?:text|mbox) ?\{{ ?{_UNIT}[^{{}}0-9]*\}}(?:\^\{{?[23]\}}?)?[ .]*$", ""),  # 5\text{ cm}^2
-    (r"\\(?:text[a-z]*|mbox|math[a-z]*|operatorname) ?\{([^{}]*)\}", r" \1 "), (r"\b(?:and|or)\b", ","),
-    (r"(?<=[0-9]) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", ""),  # 12th
-    (rf"(?<=[0-9)}}])(?: +(?=[A-Za-z]{{2}})|(?=[a-z]{{4}})){_UNIT}[A-Za-z ]*(?:\^\{{?[23]\}}?)?[ .]*$", ""),  # 5 cm
-    (r"(?<![0-9.,])([0-9]{1,3}) (?=[0-9]{3}(?![0-9]))", r"\1"), (r"\\[dtc]frac", r"\\frac"),  # 1 000
-    (r"(?<![A-Za-z\\])(sqrt|pi|infty|sin|cos|tan|log|ln)(?![a-z])", r"\\\1"),
-    (r"\\leq?(?:slant)?\b", "≤"), (r"\\geq?(?:slant)?\b", "≥"), (r"\\in\b", "="), (r"\*\*", "^"),
-    (r"^([^<>≤≥]+)>([^<>≤≥]+)$", r"\2<\1"), (r"^([^<>≤≥]+)≥([^<>≤≥]+)$", r"\2≤\1"),
-    (r"^([^<>≤≥]+)<( ?[A-Za-z] ?)<([^<>≤≥]+)$", r"(\1,\3)"), (r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
-    (r"\\([{}])", r"\1"), (r"\\sqrt ?\[([^\[\]]*)\]", r"\\root{\1}"), (r"\\frac ?([0-9A-Za-z])", r"\\frac{\1}"),
-    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"), (r"([\^_]) ?(-?[0-9.]+|[A-Za-z])", r"\1{\2}"),
-    (r"([0-9]) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
-    (r"([0-9.]+) ?\* ?10 ?\^ ?\{? ?(-?[0-9]{1,2})(?![0-9]) ?\}?", r"\1e\2")]]  # fmt: skip
-_NAME = re.compile(r"^ ?\([A-Za-z, ]+\) ?=|(?:^|(?<=,))(?:[^-+*/^<>≤≥=0-9,()]|\([^()]*\)|_\{[0-9]+)+=")
-_THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-_FRACTION = re.compile(r"\\frac ?([\ue000-\uf8ff]) ?([\ue000-\uf8ff])")
-_BRACKETS = re.compile(r"([(\[{])([^()\[\]{}]*)([)\]}])")
-_TERM = re.compile(r"([-+ ]*)(?! )((?:[0-9][eE][-+]|[^-+])+)")
-_NUMBER = r"[0-9]+ [0-9]+/[0-9]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
-_ATOM = rf"(?:{_NUMBER}|[A-Za-z\ue000-\uf8ff]|\\(?:pi|infty|alpha|beta|gamma|theta|lambda|phi|omega)(?![A-Za-z]))"
-_FACTOR = re.compile(rf" *([*/]?) *(\\sqrt *)?({_ATOM})((?: ?[\^_] ?{_ATOM})*) *|(.)", re.S)
-
-
-def _boxes(text):
-    """str -> the content of the last \\boxed{...}, or of the last few side by side as one list; "" if unclosed."""
-    text = text.replace("\\boxed {", "\\boxed{")
-    found, end = [], len(text)
-    while len(found) < 64 and (start := text.rfind("\\boxed", 0, end)) >= 0:
-        depth = 0
-        for brace in _BRACE.finditer(text, start + 6, min(end, start + _LONGEST)):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                break
-        if depth or text[start + 6 : start + 7] != "{" or found and not _GLUE.fullmatch(text[brace.end() : end][:99]):
-            break
-        found, end = [text[start + 7 : brace.start()], *found], start
-    return ", ".join(found)
+LONGEST = 600  # characters of an answer: a longer one must be the gold text itself
+GLUE = re.compile(r"(?:[\s,;.$&{}]|\\[^a-z]|\\q?quad|\\text|and|or)*")  # what may stand between two boxes of one list
+SYMBOLS = dict(zip("−×·²³√π∞±≤≥", r"- * * ^2 ^3 \sqrt \pi \infty \pm \le \ge".split()))
+TIDY = [  # (pattern, replacement), applied in this order; [0-9], for \d is the digits of every script
+    ("[" + "".join(SYMBOLS) + "]", lambda match: SYMBOLS[match[0]] + " "),  # 2√3  5π
+    (r"\\begin ?\{[pb]matrix\}(.*?)\\end ?\{[pb]matrix\}", r"(\1)"),  # a matrix is the tuple of its entries
+    (r"\\\\|[&;∪]|\\cup\b|\b(?:and|or)\b", ","),  # 1; 2  1 and 2  (1,2)\cup(3,4)
+    (r"(?<=[0-9])(?:\\[,: ]|\{,\}|,? ?\\!,?) ?(?=[0-9]{3})|\\[,:!]", ""),  # 1\,000  1{,}000  1,\!000
+    (r"\s+|~|\\q?quad|\\ ", " "),
+    (r"\\(?=[][(){}%$0-9])|(?<=\\)[dtc](?=frac)", ""),  # \{1,2\}  5\%  \dfrac12
+    (r"[$°]|\bdegrees?\b|\^ ?\{? ?\\circ ?\}?|\\(?:left|right|[bB]igg?|degree)(?![A-Za-z])", ""),  # 5^\circ
+    (r"\\(?:text[a-z]*|mbox|math[a-z]*|operatorname) ?\{([^{}]*)\}", r"~\1 "),  # \text{Ann}; ~ is a space, in the end
+    (r"(?<=[0-9)}])[ ~]*(?=[a-z])(?=[^0-9]*(illion|thousand|hundred|dozen|squared|cubed|not ))", "*"),  # 5 million
+    (r"(?<=[0-9)}])(?: *~ *(?![eidx]\b)| +(?=\w\w)|(?=[a-z]{4}))[A-Za-z][A-Za-z /~]*(\^\{?[23]\}?)?[ .]*$", ""),  # 5 cm
+    (r"\\(?:([lg]e)q?(?:slant)?|in)\b|([<>∈])", r"=\1\2 "),  # x \le 5  x \in [1,2]: a relation is an equation
+    (r"(?<![A-Za-z\\])(sqrt|pi|infty)(?![a-z])", r"\\\1"),  # 2sqrt(3)
+    (r"\\frac ?([0-9A-Za-z])", r"\\frac{\1}"),  # \frac12
+    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"),  # \frac{1}2
+    (r"(\\sqrt|[\^_]) ?(-?[0-9]+|[A-Za-z])", r"\1{\2}"),  # \sqrt3  x^2
+    (r"\\frac ?\{ ?(-?[0-9]+) ?\} ?\{ ?([1-9][0-9]*) ?\}", r" \1/\2 "),  # \frac{3}{8}  5\frac{3}{8}
+    (r"(?<![0-9])[ ~]+|[ ~]+(?![0-9])", ""),  # a space stays between two digits only: 4 2 is not 42
+]
+NAME = re.compile(r"(?:^|(?<=,))(?:[^-+*/^=0-9,()]|\([^()]*\)|_\{[0-9]+)+=|^(?=[^=]*[-+*/])[-+*/ 0-9.]+=")  # x=5  2+3=5
+OVER = re.compile(r"^([-+]*)\\frac\(((?:[^()+]|\([^()]*\))*)\)\((-?[0-9]+)\)$")  # \frac(5 \pi)(2) is 5 \pi/2
+NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8  3/8  5  0.5  .5; a term is -5\cdot\pi/2
+TERM = re.compile(rf"([-+]*)(?=[^/])({NUMBER})?(?:\*|\\cdot|\\times)?(?![-0-9.^_!:])(.*?)(?:/(-?[1-9][0-9]*))?")
 
 
 def extract_answer(text):
     """str -> str | None: the last <answer>...</answer> (in it the last box), else the last box, else the last ####."""
-    if not isinstance(text, str):
-        return None
-    _, tag, tagged = text.rpartition("<answer>")
-    if tag:
-        text, closed, _ = tagged.partition("</answer>")
-        text = text if closed else ""
+    _, tag, text = (text if isinstance(text, str) else "").rpartition("<answer>")
+    text = text if not tag else text.partition("</answer>")[0] if "</answer>" in text else ""
     if "\\boxed" in text:
-        text = _boxes(text)
+        text = last_boxes(text.replace("\\boxed {", "\\boxed{"))
     elif not tag:
         text = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else ""
     return text.strip() or None
 
 
-def _show(value):
-    """A product (its rational number, its other factors, "/" before those below the line) -> its one spelling."""
-    return "*".join([str(value[0]), *sorted(value[1])])
+def last_boxes(text):
+    """str -> the content of the last \\boxed{...}, or of the last few side by side as one list; "" if unclosed."""
+    boxes, end = [], len(text)
+    while len(boxes) < 50 and (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        box = split(text[start + 6 : end][: 9 * LONGEST])[0]
+        if box.count("{") != box.count("}") or boxes and not GLUE.fullmatch(text[start + 6 + len(box) : end]):
+            break
+        boxes, end = [box[1:-1], *boxes], start
+    return ", ".join(boxes)
 
 
-def _spell(text, groups):
-    """A text with private characters for the groups read already -> the text with what they stand for."""
-    return "".join(f"({_show(groups[c])})" if c in groups else c for c in text if c != " ")
-
-
-def _product(text, groups):
-    """A term -> a product. What it cannot read (functions, factorials, 1/0) and 6*7, a sum left undone, stay text."""
-    word = text.replace(" ", "")
-    if len(word) > 1 and word.isalpha():
-        return Fraction(1), [word.casefold()]
-    number, factors, bare, asis = Fraction(1), [], 0, (Fraction(1), [_spell(word, groups)])
-    for over, root, atom, power, unread in _FACTOR.findall(text):
-        if unread or re.search("/0+$", atom):
-            return asis
-        digits = atom[0] in "0123456789."
-        n, more = (sum(map(Fraction, atom.split())), []) if digits else groups.get(atom) or (Fraction(1), [atom])
-        if power:
-            n, more = Fraction(1), [f"({_show((n, more))})" + _spell(power, groups)]
-        if root:  # take the squares of a small integer out
-            whole = int(n) if n.denominator == 1 and 0 < n < 10**6 else 1
-            square = next(r for r in range(isqrt(whole), 0, -1) if whole % r**2 == 0)
-            more = [f"sqrt({_show((n / square**2, more))})"] if more or n != square**2 else []
-            n = Fraction(square)
-        bare += over != "/" and not more
-        if bare > 1 or over == "/" and n == 0:
-            return asis
-        number *= 1 / n if over == "/" else n
-        if max(abs(number.numerator), number.denominator) >> 5000:  # 1e999/1e-999/...: str() of it would raise
-            return asis
-        factors += [factor[1:] if factor[:1] == "/" else "/" + factor for factor in more] if over == "/" else more
-    return number, factors
-
-
-def _sum(text, groups):
-    """One side of an equation -> a product: one term, or the terms in order over the first's number, not added up."""
-    terms = []
-    for signs, term in _TERM.findall(text):
-        number, factors = _product(term, groups)
-        terms.append((sorted(factors), number * (-1) ** signs.count("-")))
-    if len(terms) == 1:
-        return terms[0][::-1]
-    terms.sort()
-    first = Fraction(terms[0][1] or 1 if terms else 1)
-    return first, ["(" + "+".join(_show((number / first, factors)) for factors, number in terms) + ")"]
-
-
-def _group(opener, inside, closer, groups):
-    """What stands between two brackets -> a product: one value, a set or list in braces, a tuple, an interval."""
-    items = [[_sum(side, groups) for side in item.split("=")] for item in inside.split(",") if item.strip()]
-    if len(items) == 1 and len(items[0]) == 1:
-        return items[0][0]
-    items = ["=".join(sorted(map(_show, sides))) for sides in items]
-    return Fraction(1), [opener + ",".join(sorted(set(items)) if opener == "{" else items) + closer]
+def split(text, marks=""):
+    """str -> list of str: cut before each of the marks, or before each character, but never inside brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        if depth == 0 and (character in marks or not marks):
+            parts.append("")
+        parts[-1] += character
+        depth = max(0, depth + (character in "([{") - (character in ")]}"))
+    return [part.lstrip(",") for part in parts if part.strip(",")]
 
 
 @lru_cache(4096)
-def _key(text):
-    """Tidied str -> str, the same for equal answers. From the innermost brackets outwards, without recursion."""
-    groups, last, text = {}, "", "{" + text + "}"
-
-    def mark(value):  # what has been read is one private character from now on
-        groups[chr(0xE000 + len(groups))] = value
-        return chr(0xDFFF + len(groups))
-
-    while last != text:
-        last = text
-        text = _FRACTION.sub(lambda m: mark(_product(f"{m[1]}/{m[2]}", groups)), text)
-        text = _BRACKETS.sub(lambda m: mark(_group(*m.groups(), groups)), text)
-    return _spell(text, groups)
-
-
-@lru_cache(4096)
-def _tidy(text):
+def tidy(text):
     """str -> str: one spelling for what is written in many ways; units, money signs and LaTeX spacing are gone."""
-    text = text.translate(_CHARACTERS)
-    for pattern, new in _TIDY:
-        text = pattern.sub(new, text)
-    text += "," + text.replace("\\pm", "-") if "\\pm" in text else ""
-    return text.replace("\\pm", "+").strip().rstrip(" .")
+    for pattern, new in TIDY:
+        text = re.sub(pattern, new, text)
+    return text.rstrip(".")
 
 
-def _readings(text, other):
-    """Tidied str -> keys: 1,234 is a number or a list; x = 5 and 2+3 = 5 are 5; 20% of a plain gold is 20 or 1/5."""
-    if "=" in text and "=" not in other:
-        text = _NAME.sub("", text)
-        left, _, right = text.rpartition("=")
-        signs = set(left.replace("\\frac", "/"))
-        text = right if signs & set("+-*/") and signs <= set("+-*/=.0123456789 {}") else text
-    texts = {text}
-    if not re.search(r"[(\[{]", text):  # within brackets it is a list
-        texts.add(_THOUSANDS.sub(lambda number: number[0].replace(",", ""), text))
-    if "%" in text and "%" not in other:
-        texts |= {each.replace("%", "/100") for each in texts}
-    return {_key(each.replace("%", "")) for each in texts}
+def term(text, depth):
+    """Tidied str, one term of a sum -> str: its exact number and the rest, "-\\frac{6\\pi}{4}" -> "-3/2 \\pi"."""
+    text = "".join(f"({canonical(part, depth - 1)})" if depth and len(part) > 1 else part for part in split(text))
+    match = TERM.fullmatch(OVER.sub(r"\1\2/\3", text))
+    if not match:
+        return text
+    signs, number, rest, under = match.groups()
+    number = sum(map(Fraction, (number or "1").split())) * Fraction((-1) ** signs.count("-"), int(under or 1))
+    if len(rest) > 1 and rest.isalpha():  # Odd is odd, 2ab is 2ba
+        rest = rest.casefold() if number == 1 else "".join(sorted(rest))
+    return f"{number} {rest.strip()}".strip()
+
+
+@lru_cache(4096)
+def canonical(text, depth=6):
+    """Tidied str -> str, the same for equal answers: a list or set in any order, a tuple or interval in its own."""
+    text = text.replace("\\pm", "+") + "," + text.replace("\\pm", "-") if "\\pm" in text else text
+    text = "{" + text + "}" if len(split(text, ",")) > 1 else text
+    if depth and text[:1] in "([{" and text[-1:] in ")]}" and len(split(text)) == 1:
+        items = [canonical(item, depth - 1) for item in split(text[1:-1], ",")]
+        inside = ",".join(sorted(set(items)) if text[0] == "{" else items)
+        return inside.join(text[0] + text[-1]) if len(items) > 1 else inside
+    sides = ["+".join(sorted(term(part, depth) for part in split(side, "+-"))) for side in text.split("=")]
+    return "=".join(sorted(sides))
+
+
+def readings(text, other):
+    """Tidied str, str -> set of str: x=5 is 5; 20% is 20, or 1/5 if the other has no %; 1,234 is a number or a list."""
+    text = text if "=" in other else NAME.sub("", text)
+    texts = [text.replace("%", ""), text.replace("%", "" if "%" in other else "/100")]
+    texts += [re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])", "", each) for each in texts]
+    return {canonical(each) for each in texts} - {""}
 
 
 def math_reward(completion, answer):
     """str, str -> 1.0 if the completion's marked answer equals the gold answer, else 0.0."""
     given, gold = extract_answer(completion), extract_answer(str(answer)) or str(answer)
-    if answer is None or not given or not re.search(r"\w", given):
+    if answer is None or not re.search(r"\w", given or ""):
         return 0.0
-    if max(len(given), len(gold)) > _LIMIT:
+    if max(len(given), len(gold)) > LONGEST:
         return float(given == gold)
-    given, gold = _tidy(given), _tidy(gold)
-    return float(not _readings(given, gold).isdisjoint(_readings(gold, given)))
+    return float(not readings(tidy(given), tidy(gold)).isdisjoint(readings(tidy(gold), tidy(given))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -695,11 +630,13 @@ def make_toy(path):
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
     print(f"making {path}, once", flush=True)
     warm_up(model, tokenizer, split_by_hash(arithmetic_problems(), "question")[0])
-    beside = Path(f"{path}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = Path(f"{path}.{os.getpid()}.tmp")
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    beside.rename(path)
+    if Path(path).exists():  # another run has made it meanwhile: the same one
+        shutil.rmtree(beside)
+    else:
+        beside.rename(path)
 
 
 def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):

@@ -44,8 +44,8 @@ def parse_args(argv=None):
     parser.add_argument("--whiten", action=argparse.BooleanOptionalAction, default=True, help="shift and scale the advantages of a rollout to mean 0, deviation 1")
     parser.add_argument("--eps_value", type=common.within("(0, inf)"), default=0.2, help="how far V may move from its old value (5); usually 0.2")
     parser.add_argument("--vf_coef", type=positive, default=0.1, help="weight of the value loss (5); Adam undoes it but for --max_grad_norm; usually 0.1 to 1")
-    parser.add_argument("--value_lr", type=common.within("(0, inf)"), default=common.Sized(1e-3, 3e-6), help="AdamW learning rate of the value model")
-    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(5e-4, 3e-6), help="AdamW learning rate of the policy")
+    parser.add_argument("--value_lr", type=common.within("(0, inf)"), default=common.Sized(1e-2, 3e-6), help="AdamW learning rate of the value model; it has to learn faster than the policy changes")
+    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(2e-4, 3e-6), help="AdamW learning rate of the policy")
     parser.add_argument("--epochs", type=count, metavar="MU", default=4, help="passes over each rollout; more reuse it further off-policy")
     parser.add_argument("--minibatches", type=count, metavar="N", default=4,
                         help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")

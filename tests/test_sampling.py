@@ -103,7 +103,7 @@ def test_greedy_equals_a_loop_without_cache_and_padding(family, checkpointing):
     assert model.training and widths[-1][0] < 8  # and finished rows were dropped on the way
 
 
-def test_sampling_stops_when_all_rows_have(monkeypatch):
+def test_sampling_stops_when_all_rows_have():
     """No forward passes for rows that are all done."""
     model, calls = tiny_model(), []
     model.generation_config.eos_token_id = list(range(64))
