@@ -28,11 +28,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import tokenizers
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoTokenizer, DynamicCache
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -356,9 +358,14 @@ def read_splits(name, *wanted):
 
 
 def ask_hub(name):
-    """Say that `name` is no directory before its hub is asked: without a network that takes half a minute of retries."""
+    """`name`, after making sure that the hub answers if it is no directory; if not, only what is cached is looked for
+    (transformers would first retry for half a minute)."""
     if not Path(name).exists():
         print(f"there is no directory {name}: asking the hub for it", flush=True)
+        try:
+            huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=5)
+        except Exception:  # the network's own kinds
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
     return name
 
 
@@ -370,12 +377,12 @@ def prepare(rows, tokenizer, args, purpose):
     for column in [args.question_column] + [args.answer_column] * graded:
         if column not in rows[0]:
             fail(f"--dataset {args.dataset}: no column '{column}', only {', '.join(rows[0])}; see --question_column and --answer_column")
-    questions = [str(row.get(args.question_column)) for row in rows]
-    answers = [str(row.get(args.answer_column)) for row in rows]
+    questions, answers = (["" if row.get(column) is None else str(row[column]) for row in rows]
+                          for column in (args.question_column, args.answer_column))
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else None  # GPT-2 has them as one
     problems, left_out = [], collections.Counter()
     for question, answer, prompt in zip(questions, answers, prompt_ids(questions, args.system_prompt, tokenizer)):
-        if question in ("", "None"):
+        if not question:
             left_out["without a question"] += 1
         elif graded and not readable(answer):
             left_out["with an unreadable answer"] += 1
@@ -932,6 +939,15 @@ def rollout_stats(rollout, entropy, group_size, seconds):
     return {name: value.item() for name, value in stats.items()}
 
 
+def explained_variance(values, returns, mask):
+    """How good a critic is: 1 - Var(R - V) / Var(R) over completion tokens. Values, returns and mask (N, T) -> 1 if V is R, 0
+    if it is no better than a constant, nan if all returns are equal."""
+    returns, values = returns[mask > 0], values[mask > 0]                            # (M,)
+    if not returns.var() > 1e-8:  # all the same but for rounding, or a single token
+        return float("nan")
+    return (1 - (returns - values).var() / returns.var()).item()
+
+
 class Totals:
     """Statistics of micro-batches, kept on the device: pairs (sum, count) become means, lone tensors maxima."""
     def __init__(self):
@@ -1075,7 +1091,9 @@ class Logger:
         entries = [json.loads(line) for line in lines if line.endswith("}")]  # a kill can leave half a line
         self.history = [entry for entry in entries if entry["step"] <= start]  # later steps will be taken again
         write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in self.history))
-        self.board = tensorboard_writer(args.out) if args.tensorboard else None
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # parse() has seen that it is there
+            self.board = SummaryWriter(args.out)
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)  # none where nobody watches
         self.handler = signal.signal(signal.SIGINT, self.interrupt)
 
@@ -1103,7 +1121,7 @@ class Logger:
         self.history.append(stats)
         with self.path.open("a") as file:
             file.write(json.dumps(stats) + "\n")
-        if self.board:
+        if self.args.tensorboard:
             for name in (name for name, value in stats.items() if value is not None):
                 self.board.add_scalar(name, stats[name], step)
         shown = [f"{label} {stats[name]:{form}}" for name, label, form in self.SHOWN if stats.get(name) is not None]
@@ -1163,11 +1181,6 @@ def held_bytes(models, optimizers):
         held[f"{name} masters"] = size(master for weight, master in zip(o.weights, o.masters) if master is not weight)
         held[f"{name} moments"] = size(t for state in o.adamw.state.values() for t in state.values() if t.dim() > 0)
     return {name: size for name, size in held.items() if size}
-
-
-def tensorboard_writer(out):
-    from torch.utils.tensorboard import SummaryWriter
-    return SummaryWriter(out)
 
 
 def peak_memory_gb(device):

@@ -86,7 +86,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Sample a group for each problem and score it: all that stays constant while the rollout is trained on.
+    """Sample G completions of each problem and score them: all that stays constant while the rollout is trained on.
 
     Returns the rollout (see common.py) with texts, rewards (N,), old_logp and ref_logp (N, T) and adv (N,), and statistics.
     """
@@ -143,8 +143,8 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         if step == 1:
-            log.say(f"step 1: loss {stats['loss']:.4f}, gradient {stats['grad_norm']:.2f}. The loss starts at 0, as w = 1 and the advantages of a group sum to 0; "
-                    "its gradient, the mean of A grad log pi, does not. Watch the reward instead.")
+            log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the mean of "
+                    "A grad log pi, is not 0. Watch the reward.")
         log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             models = {"policy": policy} | ({"reference": reference} if reference is not None and args.ref_every else {})

@@ -113,7 +113,7 @@ def value_loss(values, old_values, returns, mask, args):
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample completions of each problem and score them: all that stays constant while the rollout is trained on.
+    """Sample G completions of each problem and score them: all that stays constant while the rollout is trained on.
 
     Returns the rollout (see common.py) with texts, rewards (N,), old_logp, ref_logp, values, adv and returns (N, T), and
     statistics.
@@ -134,18 +134,10 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args.micro_batch_tokens)
     rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)      # (N, T)
     rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)                # (N, T)
-    stats["explained_variance"] = explained_variance(rollout["values"], rollout["returns"], mask)
+    stats["explained_variance"] = common.explained_variance(rollout["values"], rollout["returns"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
-
-
-def explained_variance(values, returns, mask):
-    """1 - Var(R - V) / Var(R) over completion tokens: 1 is a perfect critic, 0 one no better than a constant; nan if all are equal."""
-    returns, values = returns[mask > 0], values[mask > 0]                            # (M,)
-    if not returns.var() > 1e-8:  # all the same but for rounding, or a single token
-        return float("nan")
-    return (1 - (returns - values).var() / returns.var()).item()
 
 
 def update(policy, value, optimizers, rollout, args):

@@ -458,6 +458,27 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
     assert tokenizer.decode(problem["prompt"]).count("Be brief.") == bool(system)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_hold_eos_and_padding_are_read_whole(family, spread, monkeypatch):
+    """Here end-of-turn is eos and pad, and every prompt holds it: lengths and log-probs are those of each row alone."""
+    save_model("tiny", family, chat=CHATML, eos="<|im_end|>", pad="<|im_end|>")
+    model = transformers.AutoModelForCausalLM.from_pretrained("tiny").eval()
+    for script, module in SCRIPTS.items():
+        with monkeypatch.context() as patch:
+            calls = spy(patch, module, "collect")
+            train(script, "--model tiny --system_prompt Hi --temperature 0.7 --prompts 3 --max_new_tokens 9", out=script)
+        rollout, prompts = calls[0].result[0], [p["prompt"] for p in calls[0].problems for _ in range(2)]
+        assert all(model.config.eos_token_id in prompt for prompt in prompts) and len(set(map(len, prompts))) > 1
+        for i, prompt in enumerate(prompts):
+            n, end = int(rollout["mask"][i].sum()), int(rollout["attention"][i].sum())
+            assert end == len(prompt) + n and rollout["ids"][i, :len(prompt)].tolist() == prompt
+            with torch.no_grad():
+                alone = (model(rollout["ids"][i:i + 1, :end]).logits[0, :-1] / 0.7).log_softmax(-1)
+            expected = alone.gather(1, rollout["ids"][i, 1:end, None])[-n:, 0]
+            torch.testing.assert_close(rollout["old_logp"][i, :n], expected, rtol=1e-4, atol=1e-4)
+            assert rollout["finished"][i] == (rollout["ids"][i, end - 1] == model.config.eos_token_id)
+
+
 def test_a_template_that_refuses_a_system_role_still_gets_the_instruction(capsys):
     """Gemma's does; real models have an instruction by default. Either the user turn holds it, or one line says so."""
     template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"

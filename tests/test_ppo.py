@@ -184,7 +184,7 @@ def test_explained_variance():
     mask = ragged_mask([3, 1], 3)
     returns = tensor([[0, 0, 1], [1, 50, -50]])
     spoil = lambda rows: tensor(rows) + 9 * (1 - mask)  # noqa: E731
-    of = lambda rows: ppo.explained_variance(spoil(rows), returns, mask)  # noqa: E731
+    of = lambda rows: common.explained_variance(spoil(rows), returns, mask)  # noqa: E731
     assert of([[0, 0, 1], [1, 0, 0]]) == pytest.approx(1) and of([[0.3] * 3] * 2) == pytest.approx(0)
     assert of([[0, 0.5, 0.5], [1, 0, 0]]) == pytest.approx(0.5)  # errors 0, -.5, .5, 0: variance .5/3 of 1/3
     assert of([[2, 2, 3], [3, 0, 0]]) == pytest.approx(1)  # a constant offset is not variance
@@ -196,11 +196,11 @@ def test_explained_variance_is_nan_where_undefined():
     """Returns that are all equal gave -inf, and with float noise -1e12, which the log would have plotted."""
     torch.manual_seed(0)
     values, mask = torch.rand(4, 5), torch.ones(4, 5)
-    assert math.isnan(ppo.explained_variance(values, torch.ones(4, 5), mask))
+    assert math.isnan(common.explained_variance(values, torch.ones(4, 5), mask))
     rewards = ppo.token_rewards(torch.full((4,), 0.7), mask, None, mask, 0.0)
     _, returns = ppo.gae(rewards, values, mask, 1.0, 1.0)  # .7 each, but for rounding
-    assert math.isnan(ppo.explained_variance(values, returns, mask))
-    assert math.isnan(ppo.explained_variance(values[:1, :1], values[1:2, :1], mask[:1, :1]))  # a single token
+    assert math.isnan(common.explained_variance(values, returns, mask))
+    assert math.isnan(common.explained_variance(values[:1, :1], values[1:2, :1], mask[:1, :1]))  # a single token
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def test_the_critic_learns():
     optimizers = {"policy": common.Optimizer(parts[0], 1e-3, args), "value": common.Optimizer(parts[2], 1e-2, args)}
     for _ in range(12):  # rollouts: the old values follow, so that the value clip lets go
         rollout["values"], = common.score_rows(lambda b: common.token_values(parts[2], b), rollout, 10**6)
-        explained.append(ppo.explained_variance(rollout["values"], returns, mask))
+        explained.append(common.explained_variance(rollout["values"], returns, mask))
         losses.append(ppo.update(parts[0], parts[2], optimizers, rollout, args)["value_loss"])
     assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.8 and max(explained) <= 1
     assert losses[-1] < 0.2 * losses[0]
