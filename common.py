@@ -21,6 +21,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import zlib
 from fractions import Fraction
@@ -40,7 +41,6 @@ transformers.logging.set_verbosity_error()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 transformers.logging.disable_progress_bar()
 TOY = "runs/toy"
-RULE = "-" * 120
 STARTED = time.perf_counter()
 
 
@@ -209,42 +209,46 @@ def within(interval, kind=float):
 
 def add_args(parser):
     """The flags that are the same in every script: model, data, rollout, optimiser, run."""
-    count, add = within("[1, inf)", int), parser.add_argument
+    add, count = parser.add_argument, within("[1, inf)", int)
     add("--model", default=TOY, metavar="DIR|NAME",
-        help="causal language model: a directory or a hub name; the default is made and warmed up on first use")
+        help="causal language model, a directory or a hub name; the default is made and warmed up on first use")
     add("--dataset", default="arithmetic", metavar="NAME|PATH",
         help="arithmetic (built in), a .jsonl file, a data set directory, or a hub name such as openai/gsm8k")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test",
-        help="split (or .jsonl file) to evaluate on; a lone .jsonl file holds out a fifth of its rows")
+        help="split or .jsonl file to evaluate on; a data set without splits has a fifth of its rows held out")
     add("--question_column", default="question", metavar="NAME", help="column with the question")
-    add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer: '#### 42', \\boxed{42} or 42")
-    add("--system_prompt", default=Sized("", "Reason step by step, then give the final answer on a last line after ####."),
-        metavar="TEXT", help="instruction put before every question")
+    add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer: #### 42, \\boxed{42} or 42")
+    add("--system_prompt", metavar="TEXT", help="instruction put before every question",
+        default=Sized("", "Reason step by step, then give the final answer on a last line after ####."))
     add("--max_prompt_tokens", type=count, default=512, metavar="N", help="longer prompts are counted and left out")
     add("--reward_model", metavar="DIR|NAME",
-        help="sequence classifier with one label whose score is the reward; without it the reward is 1 for a right answer, else 0")
+        help="sequence classifier with one label, its score the reward; without it a right answer is paid 1, any other 0")
     add("--max_new_tokens", type=count, metavar="T", default=Sized(48, 1024), help="longest completion")
     add("--temperature", type=within("[0.01, 100]"), default=1.0,
-        help="softmax temperature of sampling and of every log-prob; below 1 explores less")
+        help="of the softmax, in sampling and in every log-prob; below 1 explores less")
     add("--steps", type=count, default=Sized(20, 200), help="rollouts in the run")
-    add("--micro_batch_tokens", type=count, metavar="N", default=16384, help="positions per forward and backward; lower it when memory runs out, the gradient stays the same")
-    add("--warmup_steps", type=within("[0, inf)", int), metavar="N", default=Sized(20, 20), help="optimiser steps over which the learning rate rises from 0")
-    add("--max_grad_norm", type=within("(0, inf]"), default=1.0, help="gradients are scaled down to this norm; inf never scales")
+    add("--micro_batch_tokens", type=count, metavar="N", default=16384,
+        help="positions per forward and backward; lower it when memory runs out: the gradient stays the same")
+    add("--warmup_steps", type=within("[0, inf)", int), metavar="N", default=20,
+        help="optimiser steps over which the learning rate rises from 0")
+    add("--max_grad_norm", type=within("(0, inf]"), default=1.0, help="larger gradients are scaled down to this norm")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=Sized(False, True),
         help="recompute activations in the backward pass: a third more work for far less memory")
-    add("--seed", type=within("[0, 1000000000]", int), default=0, help="seed of sampling and of the order of the problems")
+    add("--seed", type=within("[0, 1000000000]", int), default=0, help="of the samples and the order of the problems")
     add("--device", default="auto", help="cpu, cuda or cuda:N; auto takes the GPU where there is one")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
-        help="of the weights in forward and backward; auto is bfloat16 on a GPU, float32 on a CPU; masters and moments are always float32")
+        help="of the weights; auto is bfloat16 on a GPU, else float32; masters and moments are always float32")
     add("--out", metavar="DIR", help="where the run is written (default runs/<script>, then runs/<script>-2 and so on)")
-    add("--resume", action="store_true", help="continue the run in --out from its last checkpoint, with the flags it was started with unless given anew")
-    add("--eval_every", type=count, metavar="N", default=Sized(10, 20), help="steps between evaluations; one is made before and after training too")
+    add("--resume", action="store_true",
+        help="continue the run in --out from its last checkpoint, with its flags but for those given again")
+    add("--eval_every", type=count, metavar="N", default=Sized(10, 20),
+        help="steps between evaluations; there is one before and one after training too")
     add("--eval_problems", type=count, metavar="N", default=Sized(2560, 512), help="held-out problems per evaluation")
     add("--eval_samples", type=within("[0, inf)", int), metavar="N", default=1,
-        help="samples per held-out problem beside the greedy completion; with N > 1 unbiased pass@k is reported for k = 2, 4, 8 ... up to N")
-    add("--save_every", type=count, metavar="N", default=Sized(10, 20), help="steps between checkpoints; only the newest is kept")
-    add("--tensorboard", action="store_true", help="also log to TensorBoard under --out (needs the tensorboard package)")
+        help="samples per held-out problem, beside the greedy one; 2 and more give unbiased pass@2, 4, 8 ... up to N")
+    add("--save_every", type=count, metavar="N", default=Sized(10, 20), help="steps between checkpoints; the last is kept")
+    add("--tensorboard", action="store_true", help="log to TensorBoard too, under --out (needs the tensorboard package)")
 
 
 def parse(parser, argv):
@@ -267,7 +271,7 @@ def parse(parser, argv):
         parser.set_defaults(**saved | {"resume": True})
         args = parser.parse_args(argv, argparse.Namespace(script=script))
     if args.minibatches > args.prompts:
-        fail(f"--minibatches {args.minibatches}: at most --prompts ({args.prompts}), as the completions of a prompt stay together")
+        fail(f"--minibatches {args.minibatches}: at most --prompts ({args.prompts}), as groups stay together")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         fail("--tensorboard: needs the tensorboard package (pip install tensorboard)")
     if args.device == "auto":
@@ -279,7 +283,8 @@ def parse(parser, argv):
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.device(args.device).type == "cuda" else "float32"
     if args.out is None:
-        names = (f"runs/{Path(parser.prog).stem}{number}" for number in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+        first = f"runs/{Path(parser.prog).stem}"
+        names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
         args.out = next(name for name in names if not Path(name).exists())
     elif not args.resume and Path(args.out, "args.json").exists():
         fail(f"--out {args.out}: already holds a run; add --resume to continue it, or name another directory")
@@ -344,11 +349,12 @@ def read_splits(name, *wanted):
         if Path(name, "dataset_dict.json").exists() or Path(name, "state.json").exists():
             splits = datasets.load_from_disk(name)
         else:
-            source = str(Path(name).resolve()) if Path(name).is_dir() else ask_hub(name)  # a bare "csv" would mean the csv reader
+            source = str(Path(name).resolve()) if Path(name).is_dir() else ask_hub(name)  # a bare "csv" means the reader
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else configs[0])
     except Exception as error:  # the library has a dozen kinds of its own, network errors among them
-        fail(f"--dataset {name}: no such directory or hub data set, or it cannot be read: {first_line(error.__cause__ or error)}")
+        reason = first_line(error.__cause__ or error)
+        fail(f"--dataset {name}: no such directory or hub data set, or it cannot be read: {reason}")
     if isinstance(splits, datasets.Dataset):
         return [list(splits)] + [None] * (len(wanted) - 1)
     for split in wanted:
@@ -376,7 +382,8 @@ def prepare(rows, tokenizer, args, purpose):
     graded = not args.reward_model  # a reward model needs no gold answer
     for column in [args.question_column] + [args.answer_column] * graded:
         if column not in rows[0]:
-            fail(f"--dataset {args.dataset}: no column '{column}', only {', '.join(rows[0])}; see --question_column and --answer_column")
+            fail(f"--dataset {args.dataset}: no column '{column}', only {', '.join(rows[0])}; see --question_column "
+                 "and --answer_column")
     questions, answers = (["" if row.get(column) is None else str(row[column]) for row in rows]
                           for column in (args.question_column, args.answer_column))
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else None  # GPT-2 has them as one
@@ -424,7 +431,8 @@ def batch_of(problems, step, args):
     and the step alone, so that a resumed run goes on where it stopped without a saved cursor."""
     drawn = range((step - 1) * args.prompts, step * args.prompts)
     passes = {i // len(problems) for i in drawn}
-    order = {n: torch.randperm(len(problems), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + n)) for n in passes}
+    seeded = {n: torch.Generator().manual_seed(args.seed * 1_000_003 + n) for n in passes}
+    order = {n: torch.randperm(len(problems), generator=generator) for n, generator in seeded.items()}
     return [problems[order[i // len(problems)][i % len(problems)]] for i in drawn]
 
 
@@ -468,7 +476,7 @@ def load_policy(args):
     tokenizer = load_tokenizer(source, "--model")
     rows = policy.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
-        fail(f"--model {source}: the tokenizer has {len(tokenizer)} tokens but the embedding {rows} rows: not of one model")
+        fail(f"--model {source}: the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: not of one model")
     if not stop_ids(policy, tokenizer):
         fail(f"--model {source}: neither tokenizer nor generation_config names an end-of-sequence token")
     check_head(policy, source)
@@ -483,7 +491,7 @@ def load_policy(args):
     if args.gradient_checkpointing:
         checkpoint_activations(policy)
     if size < 1_000_000 and args.device == "cpu":
-        torch.set_num_threads(1)  # products this small gain nothing from a second thread, and wait for it on a busy machine
+        torch.set_num_threads(1)  # products this small gain nothing from a second thread, and wait for it if it is late
     if args.model == TOY:
         print(TOY_STORY)
     print(f"{source}: {size / 1e6:,.2f}M parameters, {args.dtype} on {args.device}")
@@ -493,11 +501,12 @@ def load_policy(args):
 def load_model(kind, source, args, flag, **settings):
     """Load `source` with the transformers class `kind` on --device in --dtype, dropout off, in training mode."""
     try:
-        model, found = kind.from_pretrained(ask_hub(source), dtype=getattr(torch, args.dtype), output_loading_info=True, **settings)
+        settings |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+        model, found = kind.from_pretrained(ask_hub(source), **settings)
     except Exception as error:  # the hub's, the network's, or an architecture that is not of this kind
         fail(f"{flag} {source}: no such model directory or hub model, or it cannot be read: {first_line(error)}")
     if found["missing_keys"] and kind is not AutoModelForTokenClassification:  # the value head is meant to be new
-        fail(f"{flag} {source}: holds no weights for {', '.join(sorted(found['missing_keys']))}: it is another kind of model")
+        fail(f"{flag} {source}: has no weights for {', '.join(sorted(found['missing_keys']))}: another kind of model")
     for module in model.modules():  # dropout would make old and new log-probs those of two different networks
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -523,16 +532,16 @@ def load_frozen(source, args, flag, kind=AutoModelForCausalLM, **settings):
 
 
 def load_reference(args):
-    """The reference policy: --model as it was, or the copy that a resumed run refreshed last."""
+    """The reference policy: --model as it was, or the reference of the run to resume."""
     newest = newest_checkpoint(args)
-    refreshed = newest and newest / "reference"
-    return load_frozen(refreshed if refreshed and refreshed.exists() else args.model, args, "--model")
+    return load_frozen(newest / "reference" if newest else args.model, args, "--model")
 
 
 def load_value(args):
     """PPO's value model: the body of --model under a new scalar head that starts at 0, or as the run to resume left it."""
     newest = newest_checkpoint(args)
-    model = load_model(AutoModelForTokenClassification, newest / "value" if newest else args.model, args, "--model", num_labels=1)
+    source = newest / "value" if newest else args.model
+    model = load_model(AutoModelForTokenClassification, source, args, "--model", num_labels=1)
     head = value_head(model).float()  # bfloat16 would round values near 1 to steps of 0.004
     if not newest:
         for parameter in head.parameters():
@@ -559,7 +568,7 @@ def check_head(model, source):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         ours, logits = head_logits(hidden, model.get_output_embeddings().weight), model(input_ids=ids).logits[0]
     if not torch.allclose(ours, logits.float(), rtol=0.02, atol=0.02):
-        fail(f"--model {source}: {type(model).__name__} changes its logits after the output embedding, which is not supported")
+        fail(f"--model {source}: {type(model).__name__} changes its logits after the output embedding: not supported")
 
 
 def stop_ids(model, tokenizer):
@@ -583,11 +592,12 @@ def load_reward(args):
 
     @torch.no_grad()
     def score(problems, texts):
-        chats = [[{"role": "user", "content": p["question"]}, {"role": "assistant", "content": t}] for p, t in zip(problems, texts)]
+        turns = [(p["question"], text) for p, text in zip(problems, texts)]
+        chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
         if tokenizer.chat_template:
-            rows = tokenizer([tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats], add_special_tokens=False)["input_ids"]
+            rows = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
         else:
-            rows = tokenizer(["\n".join(turn["content"] for turn in chat) for chat in chats])["input_ids"]
+            rows = tokenizer(["\n".join(turn) for turn in turns])["input_ids"]
         scores = []
         for i in range(0, len(rows), together):
             part = [torch.tensor(row, device=judge.device) for row in rows[i:i + together]]
@@ -596,15 +606,15 @@ def load_reward(args):
             attention = (torch.arange(ids.shape[1], device=judge.device) < lengths[:, None]).long()
             scores.append(judge(input_ids=ids, attention_mask=attention).logits[:, 0].float())
         return torch.cat(scores)
-    score.model = judge
+    score.parameters = judge.parameters  # for held_bytes
     return score
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The toy world: one-digit sums, a model that fits in a laptop, and the two habits it starts with
 
-TOY_STORY = """The built-in model was warmed up on two habits, shown half and half: work step by step (nearly always right), or answer at once
-(off by -2 to 2: right one time in five or less). That gap was put there for reinforcement learning to find."""
+TOY_STORY = """The built-in model was warmed up on two habits: to work step by step (nearly always right) and, a little more often,
+to answer at once (off by -2 to 2, so right one time in five). That gap was put there for reinforcement learning to find."""
 
 
 def arithmetic_problems():
@@ -628,8 +638,8 @@ def make_toy(path):
     characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     characters.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                                                     clean_up_tokenization_spaces=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, clean_up_tokenization_spaces=False,
+                                                     pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(  # the wide initialisation and small theta train faster
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=256,
@@ -654,7 +664,7 @@ def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.01)
     for step in bar:
         rows = rng.sample(problems, 32)
-        guesses = [{**row, "answer": f"#### {int(extract_answer(row['answer'])) + rng.randint(-2, 2)}"} for row in rows[:18]]
+        guesses = [row | {"answer": f"#### {int(extract_answer(row['answer'])) + rng.randint(-2, 2)}"} for row in rows[:18]]
         nll = []
         for habit in (guesses, rows[18:]):  # apart, because short rows need no padding to the length of long ones
             texts = [f"{row['question']}\n{row['answer']}{tokenizer.eos_token}" for row in habit]
@@ -690,28 +700,22 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     ids (N, L), attention (N, L), mask (N, T) as in a rollout, finished (N,) bool, texts (a list of N strings).
     """
     was_training = model.training
-    model.eval()  # in training mode with checkpointing the cache is dropped without a word: a token then sees only itself
-    device, width = model.device, max(map(len, prompts))
-    stop = torch.tensor(stop_ids(model, tokenizer), device=device)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    prompt_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # padded on the left
-    attention = (torch.arange(width, device=device) >= width - prompt_lengths[:, None]).long()
-    padded, cache = min(map(len, prompts)) < width, DynamicCache(config=model.config)
-
-    def next_logits(ids):                                                            # (B, S) -> (B, V)
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-        mask = attention if padded else None  # without a mask the fast attention kernels apply
-        output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        return head_logits(output.last_hidden_state[:, -1], model.get_output_embeddings().weight)
-
-    logits = next_logits(prompt_ids).repeat_interleave(group_size, 0)  # a prompt is read once for its whole group
+    model.eval()  # in training mode checkpointing drops the cache without a word: a token then sees only itself
+    stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
+    cache = DynamicCache(config=model.config)
+    ids, attention = pad_left(prompts, model.device)                                 # (P, S) both
+    padded = not attention.all()
+    logits = next_logits(model, ids, attention, padded, cache)                       # a prompt is read once for its group
     cache.batch_repeat_interleave(group_size)
-    prompt_ids, prompt_lengths, attention = (x.repeat_interleave(group_size, 0) for x in (prompt_ids, prompt_lengths, attention))
-    completions = prompt_ids.new_zeros(len(prompt_ids), max_new_tokens)
-    rows = torch.arange(len(prompt_ids), device=device)                              # the rows still being written
+    ids, attention, logits = (x.repeat_interleave(group_size, 0) for x in (ids, attention, logits))
+    prompt_lengths, completions = attention.sum(1), ids.new_zeros(len(ids), max_new_tokens)
+    rows = torch.arange(len(ids), device=model.device)                               # the rows still being written
     running = torch.ones_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
-        token = logits.argmax(-1) if temperature == 0 else torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(1)
+        if temperature == 0:
+            token = logits.argmax(-1)
+        else:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(1)
         completions[rows, t] = token
         running &= ~torch.isin(token, stop)
         if t % 4 == 3 and running.float().mean() < 0.75:  # looking stalls the GPU: not at every token
@@ -722,9 +726,26 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
             rows, running, token, attention = rows[keep], running[keep], token[keep], attention[keep]
         if t + 1 < max_new_tokens:
             attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
-            logits = next_logits(token[:, None])
+            logits = next_logits(model, token[:, None], attention, padded, cache)
     model.train(was_training)
-    return as_rollout(prompt_ids, prompt_lengths, completions, stop, tokenizer)
+    return as_rollout(ids, prompt_lengths, completions, stop, tokenizer)
+
+
+def pad_left(prompts, device):
+    """P lists of token ids -> ids and attention, (P, S) both, so that all prompts end in the same column."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return ids, (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+
+
+def next_logits(model, ids, attention, padded, cache):
+    """Feed new ids (B, S) behind what the cache holds; logits of the token to come, (B, V) float32."""
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    mask = attention if padded else None  # without a mask the fast attention kernels apply
+    output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                              use_cache=True)
+    return head_logits(output.last_hidden_state[:, -1], model.get_output_embeddings().weight)
 
 
 def as_rollout(prompt_ids, prompt_lengths, completions, stop, tokenizer):
@@ -786,7 +807,8 @@ def token_logprobs(model, batch, temperature, with_entropy=False):
     # Causal attention never looks right, so padding on the right needs no mask, and without one the flash kernel applies.
     hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
     weight = model.get_output_embeddings().weight
-    logp, entropy = ChunkedLogProbs.apply(hidden[row, position - 1], weight, batch["ids"][row, position], temperature, with_entropy)
+    target = batch["ids"][row, position]
+    logp, entropy = ChunkedLogProbs.apply(hidden[row, position - 1], weight, target, temperature, with_entropy)
     logp, entropy = (values.new_zeros(batch["mask"].shape).index_put((row, t), values) for values in (logp, entropy))
     return (logp, entropy) if with_entropy else logp
 
@@ -932,8 +954,9 @@ def padding(batch):
 def rollout_stats(rollout, entropy, group_size, seconds):
     """What a rollout shows before it is trained on; `seconds` is how long sampling took."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
-    stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(), "truncated": 1 - rollout["finished"].float().mean(),
-             "entropy": (entropy * mask).sum() / mask.sum(), "rollout_tokens_per_s": mask.sum() / seconds}
+    stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
+             "truncated": 1 - rollout["finished"].float().mean(), "entropy": (entropy * mask).sum() / mask.sum(),
+             "rollout_tokens_per_s": mask.sum() / seconds}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     return {name: value.item() for name, value in stats.items()}
@@ -1010,9 +1033,10 @@ class Optimizer:
         else:
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
             if self.in_a_row == self.PATIENCE:
-                fail(f"the gradient was not finite {self.PATIENCE} steps in a row: lower --lr and --resume from the last checkpoint", 1)
+                fail(f"the gradient was not finite {self.PATIENCE} steps in a row: lower --lr and --resume", 1)
         self.adamw.zero_grad(set_to_none=True)
-        return {prefix + "skipped": (0, 1), prefix + "grad_norm": (norm, 1)} if math.isfinite(norm) else {prefix + "skipped": (1, 1)}
+        skipped = {prefix + "skipped": (0.0 if math.isfinite(norm) else 1.0, 1)}
+        return skipped | ({prefix + "grad_norm": (norm, 1)} if math.isfinite(norm) else {})
 
     def state_dict(self):
         return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken, "skipped": self.skipped}
@@ -1051,14 +1075,15 @@ def newest_checkpoint(args):
 def save_checkpoint(args, step, tokenizer, models, optimizers):
     """Save step-N under --out and drop the one before it.
 
-    The first of `models` (a dict) lies in the directory itself, ready for from_pretrained, the others in folders of
-    their names. Written beside and renamed, so that a kill at any instant leaves the last good checkpoint. There are no
-    random states or data cursor to save: both are functions of --seed and the step.
+    The policy lies in the directory itself, ready for from_pretrained, the other `models` in folders of their names.
+    Written beside and renamed, so that a kill at any instant leaves the last good checkpoint. There are no random states
+    and no data cursor to save: both are functions of --seed and the step.
     """
     final, beside = Path(args.out, f"step-{step}"), Path(args.out, f"step-{step}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    for i, (name, model) in enumerate(models.items()):
-        model.save_pretrained(beside / name if i else beside)
+    for name, model in models.items():
+        if model is not None:
+            model.save_pretrained(beside if name == "policy" else beside / name)
     tokenizer.save_pretrained(beside)
     torch.save({name: optimizer.state_dict() for name, optimizer in optimizers.items()}, beside / "optimizer.pt")
     beside.rename(final)
@@ -1114,8 +1139,8 @@ class Logger:
     def say(self, line):
         self.bar.write(line, file=sys.stdout)
 
-    def log(self, step, stats, example=None):
-        """Record a step's statistics; `example` is (question, completion, reward)."""
+    def log(self, step, stats, question=None, rollout=None):
+        """Record a step's statistics; show the first completion of the rollout now and then, below its question."""
         stats = {"step": step} | dict.fromkeys(self.KEYS) | stats | {"peak_memory_gb": peak_memory_gb(self.args.device)}
         stats = {name: None if value is None or not math.isfinite(value) else value for name, value in stats.items()}
         self.history.append(stats)
@@ -1126,13 +1151,15 @@ class Logger:
                 self.board.add_scalar(name, stats[name], step)
         shown = [f"{label} {stats[name]:{form}}" for name, label, form in self.SHOWN if stats.get(name) is not None]
         self.say(f"step {step}/{self.args.steps}  " + "  ".join(shown))
-        if example and (step == 1 or stats["eval_accuracy"] is not None):
-            self.say("    {} -> {}  (reward {:g})".format(*("\\n".join(str(text).strip().splitlines()) for text in example[:2]), example[2]))
+        if rollout and (step == 1 or stats["eval_accuracy"] is not None):
+            text = "\n".join([question, rollout["texts"][0].strip(), f"(reward {rollout['rewards'][0]:g})"])
+            self.say(textwrap.indent(text, "    | "))
         self.bar.update(step - self.bar.n)
         self.warn(stats)
 
-    KEYS = ("reward eval_accuracy eval_sampled_accuracy completion_length truncated entropy kl clip_frac ratio_max loss skipped "
-            "zero_variance_groups grad_norm rollout_tokens_per_s update_tokens_per_s padding peak_memory_gb seconds").split()
+    KEYS = ("reward eval_accuracy eval_sampled_accuracy completion_length truncated entropy kl clip_frac ratio_max loss "
+            "skipped zero_variance_groups grad_norm rollout_tokens_per_s update_tokens_per_s padding peak_memory_gb "
+            "seconds").split()
     SHOWN = [("reward", "reward", ".3f"), ("completion_length", "length", ".1f"), ("truncated", "truncated", ".0%"),
              ("entropy", "entropy", ".2f"), ("kl", "kl", ".4f"), ("clip_frac", "clipped", ".2%"),
              ("explained_variance", "explained", ".2f"), ("grad_norm", "grad", ".2f"), ("seconds", "seconds", ".1f"),
@@ -1140,14 +1167,14 @@ class Logger:
 
     def warn(self, stats):
         """Say once what is going wrong and what to do about it."""
-        idle = [entry["zero_variance_groups"] == 1 for entry in self.history[-5:]]
-        warnings = {
-            f"over half of the completions were cut off: raise --max_new_tokens ({self.args.max_new_tokens})": (stats["truncated"] or 0) > 0.5,
-            "in five steps every group was all right or all wrong, so nothing was learned: choose problems that are right now "
-            "and then, raise --group_size or --temperature": len(idle) == 5 and all(idle),
-            "the policy has moved far from the reference: lower --lr or raise --beta": (stats["kl"] or 0) > 1,
-            "a step was skipped because its gradient was not finite: lower --lr if this goes on": (stats["skipped"] or 0) > 0}
-        for warning in {text for text, holds in warnings.items() if holds} - self.warned:
+        last = [entry["zero_variance_groups"] for entry in self.history[-5:]]
+        signs = [((stats["truncated"] or 0) > 0.5,
+                  f"over half of the completions were cut off: raise --max_new_tokens ({self.args.max_new_tokens})"),
+                 (last == [1] * 5, "for five steps every group was all right or all wrong, which teaches nothing: choose "
+                  "problems that are sometimes right, raise --group_size or --temperature"),
+                 ((stats["kl"] or 0) > 1, "the policy has moved far from the reference: lower --lr or raise --beta"),
+                 ((stats["skipped"] or 0) > 0, "a step was skipped, its gradient not finite: if this goes on, lower --lr")]
+        for warning in (text for holds, text in signs if holds and text not in self.warned):
             self.say(f"warning: {warning}")
             self.warned.add(warning)
 
@@ -1156,13 +1183,14 @@ class Logger:
         self.bar.close()
         signal.signal(signal.SIGINT, self.handler)
         rows = [entry for entry in self.history if entry["eval_accuracy"] is not None]
-        print(RULE)
-        for name, label, form in [("eval_accuracy", "greedy accuracy", ".3f"), ("eval_sampled_accuracy", "sampled accuracy", ".3f"),
-                                  ("eval_completion_length", "completion length", ".1f")]:
+        print("-" * 120)
+        for name, label in [("eval_accuracy", "greedy accuracy"), ("eval_sampled_accuracy", "sampled accuracy"),
+                            ("eval_completion_length", "completion length")]:
             if rows and rows[0].get(name) is not None:
-                print(f"{label:24}{rows[0][name]:>10{form}} before  {rows[-1][name]:>10{form}} after {rows[-1]['step']} steps")
+                print(f"{label:24}{rows[0][name]:>10.3f} before  {rows[-1][name]:>10.3f} after {rows[-1]['step']} steps")
         held = held_bytes(models, optimizers)
-        print(f"{'bytes a parameter':24}{sum(held.values()):>10.1f}: " + ", ".join(f"{name} {size:.1f}" for name, size in held.items()))
+        parts = ", ".join(f"{name} {size:.1f}" for name, size in held.items())
+        print(f"{'bytes a parameter':24}{sum(held.values()):>10.1f}  {parts}")
         print(f"{'time':24}{time.perf_counter() - STARTED:>8.0f} s")
         print(f"{'model and checkpoint':24}  {newest_checkpoint(argparse.Namespace(resume=True, out=self.args.out))}")
         print(f"{'metrics':24}  {self.path}")
@@ -1176,7 +1204,7 @@ def held_bytes(models, optimizers):
     and the masters and moments of each optimiser. Within a step come 4 more for the float32 gradient of a trained model."""
     def size(tensors):
         return sum(t.numel() * t.element_size() for t in tensors) / models["policy"].num_parameters()
-    held = {f"{name} weights": size(model.parameters()) for name, model in models.items() if model is not None}
+    held = {f"{name} weights": size(model.parameters()) for name, model in models.items() if hasattr(model, "parameters")}
     for name, o in optimizers.items():
         held[f"{name} masters"] = size(master for weight, master in zip(o.weights, o.masters) if master is not weight)
         held[f"{name} moments"] = size(t for state in o.adamw.state.values() for t in state.values() if t.dim() > 0)
@@ -1197,6 +1225,7 @@ def peak_memory_gb(device):
 
 
 def first_line(error):
+    """What an exception says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

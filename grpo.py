@@ -1,4 +1,4 @@
-"""GRPO: group relative policy optimisation (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, eqs. 3-4 and algorithm 1).
+"""GRPO: group relative policy optimisation (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, eqs. 3-4, algorithm 1).
 
 For every prompt q sample a group of G completions o_1 ... o_G from the old policy, reward them, and maximise
 
@@ -24,23 +24,27 @@ import common
 
 
 def parse_args(argv=None):
-    """The flags of equations (1) to (4), and those that every script shares."""
+    """The flags that change the equations; common.add_args has those that every script shares."""
     parser = common.Parser(__file__, __doc__)
-    count, positive = common.within("[1, inf)", int), common.within("[0, inf)")
-    parser.add_argument("--prompts", type=count, metavar="P", default=32, help="prompts a step; more make a steadier gradient and a slower step")
-    parser.add_argument("--group_size", type=common.within("[2, inf)", int), metavar="G", default=8,
-                        help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
-    parser.add_argument("--eps_low", type=common.within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
-    parser.add_argument("--eps_high", type=common.within("(0, inf)"), default=0.2,
-                        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
-    parser.add_argument("--beta", type=positive, default=0.04, help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
-    parser.add_argument("--kl", choices=["k3", "wk3"], default="k3",
-                        help="KL estimator (4): k3 as in the paper, whose gradient is that of the forward KL; wk3 is right off-policy, in gradient too")
-    parser.add_argument("--ref_every", type=count, metavar="M", help="iterative GRPO: copy the policy to the reference every M steps; without it the reference stays")
-    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(5e-4, 1e-6), help="AdamW learning rate of the policy")
-    parser.add_argument("--epochs", type=count, metavar="MU", default=1, help="passes over each rollout; more reuse it further off-policy")
-    parser.add_argument("--minibatches", type=count, metavar="N", default=4,
-                        help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
+    add, within, Sized = parser.add_argument, common.within, common.Sized
+    add("--prompts", type=within("[1, inf)", int), metavar="P", default=32,
+        help="prompts a step; more make a steadier gradient and a slower step")
+    add("--group_size", type=within("[2, inf)", int), metavar="G", default=8,
+        help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
+    add("--eps_low", type=within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
+    add("--eps_high", type=within("(0, inf)"), default=0.2,
+        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
+    add("--beta", type=within("[0, inf)"), default=0.04,
+        help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
+    add("--kl", choices=["k3", "wk3"], default="k3",
+        help="estimator (4): k3, as in the paper, has the gradient of the forward KL, w times k3 that of the reverse KL")
+    add("--ref_every", type=within("[1, inf)", int), metavar="M",
+        help="iterative GRPO: the policy becomes the reference every M steps; without it the reference stays")
+    add("--lr", type=within("(0, inf)"), default=Sized(5e-4, 1e-6), help="AdamW learning rate")
+    add("--epochs", type=within("[1, inf)", int), metavar="MU", default=1,
+        help="passes over a rollout; more reuse it further off-policy; usually 1 to 4")
+    add("--minibatches", type=within("[1, inf)", int), metavar="N", default=4,
+        help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
     common.add_args(parser)
     return common.parse(parser, argv)
 
@@ -88,14 +92,14 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
 def collect(policy, reference, tokenizer, problems, reward, args):
     """Sample G completions of each problem and score them: all that stays constant while the rollout is trained on.
 
-    Returns the rollout (see common.py) with texts, rewards (N,), old_logp and ref_logp (N, T) and adv (N,), and statistics.
+    Returns the rollout (see common.py) with rewards and adv (N,), old_logp and ref_logp (N, T), and statistics.
     """
     began = time.perf_counter()
     prompts = [p["prompt"] for p in problems]
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens, args.temperature)
     seconds = time.perf_counter() - began
     asked = [p for p in problems for _ in range(args.group_size)]                    # row i answers asked[i]
-    rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)                          # (N,)
+    rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)           # (N,)
     rollout["old_logp"], entropy = common.score_rows(
         lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args.micro_batch_tokens)
     if reference is not None:
@@ -127,8 +131,8 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.load_reward(args)
     reference = common.load_reference(args) if args.beta > 0 else None
-    optimizer = common.Optimizer(policy, args.lr, args)
-    start = common.load_checkpoint(args, {"policy": optimizer})
+    models, optimizers = {"policy": policy, "reference": reference}, {"policy": common.Optimizer(policy, args.lr, args)}
+    start = common.load_checkpoint(args, optimizers)
     log = common.Logger(args, start)
     if start == 0:
         log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
@@ -137,19 +141,18 @@ def main(args):
         if reference is not None and args.ref_every and step % args.ref_every == 1 % args.ref_every:
             reference.load_state_dict(policy.state_dict())                           # pi_ref <- pi, every M steps
         asked = common.batch_of(problems, step, args)                                # P problems
-        rollout, stats = collect(policy, reference, tokenizer, asked, reward, args)  # pi_old is pi until the first update
-        stats |= update(policy, optimizer, rollout, args)
+        rollout, stats = collect(policy, reference, tokenizer, asked, reward, args)  # pi_old is pi here
+        stats |= update(policy, optimizers["policy"], rollout, args)
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         if step == 1:
-            log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the mean of "
-                    "A grad log pi, is not 0. Watch the reward.")
-        log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
+            log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the "
+                    "mean of A grad log pi, is not. Watch the reward.")
+        log.log(step, stats, asked[0]["question"], rollout)
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
-            models = {"policy": policy} | ({"reference": reference} if reference is not None and args.ref_every else {})
-            common.save_checkpoint(args, step, tokenizer, models, {"policy": optimizer})
-    log.close({"policy": policy, "reference": reference, "reward": getattr(reward, "model", None)}, {"policy": optimizer})
+            common.save_checkpoint(args, step, tokenizer, models, optimizers)
+    log.close(models | {"reward": reward}, optimizers)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ For every prompt q sample a completion o from the old policy, reward it, and max
 
 and minimise over a value model V, as large as the policy (Schulman et al. eq. 9, clipped as by Huang et al. 2024)
 
-    L = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (clip(V_it, V_old - eps_value, V_old + eps_value) - R_it)^2)   (5)
+    L = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (clip(V_it, V_old +- eps_value) - R_it)^2)               (5)
 
 The critic gives every token an advantage of its own; that is what grpo.py saves. The reward is 1 for a right answer and
 0 for a wrong one unless you name a reward model. With beta 0 there is no reference model in memory.
@@ -29,32 +29,39 @@ import common
 
 
 def parse_args(argv=None):
-    """The flags of equations (1) to (5), and those that every script shares."""
+    """The flags that change the equations; common.add_args has those that every script shares."""
     parser = common.Parser(__file__, __doc__)
-    count, positive = common.within("[1, inf)", int), common.within("[0, inf)")
-    parser.add_argument("--prompts", type=count, metavar="P", default=256, help="prompts a step; more make a steadier gradient and a slower step")
-    parser.add_argument("--group_size", type=count, metavar="G", default=1, help="completions a prompt; PPO needs no group, as its baseline is V")
-    parser.add_argument("--eps_low", type=common.within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
-    parser.add_argument("--eps_high", type=common.within("(0, inf)"), default=0.2,
-                        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
-    parser.add_argument("--beta", type=positive, default=0.05, help="weight of the KL penalty in the reward (4); 0 needs no reference model; usually 0 to 0.1")
-    parser.add_argument("--gamma", type=common.within("[0, 1]"), default=1.0, help="discount of later rewards (1); 1 for completions, which are short")
-    parser.add_argument("--lam", type=common.within("[0, 1]"), default=0.95,
-                        help="lambda of GAE (1); towards 0 it trusts the critic (biased), at 1 only the rewards (noisy); usually 0.9 to 1")
-    parser.add_argument("--whiten", action=argparse.BooleanOptionalAction, default=True, help="shift and scale the advantages of a rollout to mean 0, deviation 1")
-    parser.add_argument("--eps_value", type=common.within("(0, inf)"), default=0.2, help="how far V may move from its old value (5); usually 0.2")
-    parser.add_argument("--vf_coef", type=positive, default=0.1, help="weight of the value loss (5); Adam undoes it but for --max_grad_norm; usually 0.1 to 1")
-    parser.add_argument("--value_lr", type=common.within("(0, inf)"), default=common.Sized(1e-2, 3e-6), help="AdamW learning rate of the value model; it has to learn faster than the policy changes")
-    parser.add_argument("--lr", type=common.within("(0, inf)"), default=common.Sized(2e-4, 3e-6), help="AdamW learning rate of the policy")
-    parser.add_argument("--epochs", type=count, metavar="MU", default=4, help="passes over each rollout; more reuse it further off-policy")
-    parser.add_argument("--minibatches", type=count, metavar="N", default=4,
-                        help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
+    add, within, Sized = parser.add_argument, common.within, common.Sized
+    add("--prompts", type=within("[1, inf)", int), metavar="P", default=256,
+        help="prompts a step; more make a steadier gradient and a slower step")
+    add("--group_size", type=within("[1, inf)", int), metavar="G", default=1,
+        help="completions a prompt; PPO needs no group, as V is its baseline")
+    add("--eps_low", type=within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
+    add("--eps_high", type=within("(0, inf)"), default=0.2,
+        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
+    add("--beta", type=within("[0, inf)"), default=0.05,
+        help="weight of the KL penalty in the reward (4); 0 needs no reference model; usually 0 to 0.1")
+    add("--gamma", type=within("[0, 1]"), default=1.0, help="discount of later rewards (1); 1 suits completions, which end")
+    add("--lam", type=within("[0, 1]"), default=0.95,
+        help="lambda of GAE (1): at 0 the critic is trusted (bias), at 1 the rewards (noise); usually 0.9 to 1")
+    add("--whiten", action=argparse.BooleanOptionalAction, default=True,
+        help="shift and scale the advantages of a rollout to mean 0 and deviation 1")
+    add("--eps_value", type=within("(0, inf)"), default=0.2, help="how far V may move on one rollout (5); usually 0.2")
+    add("--vf_coef", type=within("[0, inf)"), default=0.1,
+        help="weight of the value loss (5); Adam undoes it but for --max_grad_norm; usually 0.1 to 1")
+    add("--lr", type=within("(0, inf)"), default=Sized(2e-4, 3e-6), help="AdamW learning rate of the policy")
+    add("--value_lr", type=within("(0, inf)"), default=Sized(1e-2, 3e-6),
+        help="AdamW learning rate of the value model, which has to learn faster than the policy changes")
+    add("--epochs", type=within("[1, inf)", int), metavar="MU", default=4,
+        help="passes over a rollout; more reuse it further off-policy; usually 1 to 4")
+    add("--minibatches", type=within("[1, inf)", int), metavar="N", default=4,
+        help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
     common.add_args(parser)
     return common.parse(parser, argv)
 
 
 def token_rewards(score, old_logp, ref_logp, mask, beta):
-    """Equation (4). Scores (N,), log-probs of the sampler and the reference (None: no penalty) (N, T) -> rewards (N, T).
+    """Equation (4). Scores (N,), log-probs (N, T) of sampler and reference (None: no penalty) -> rewards (N, T).
 
     The score lands on the last completion token, EOS or where the completion was cut. The penalty is a constant of the
     rollout: k1 in the reward has the gradient of the reverse KL, k1 in the loss would have none.
@@ -103,7 +110,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
 
 
 def value_loss(values, old_values, returns, mask, args):
-    """Equation (5): the SUM over rows of row means. All (N, T). Returns the loss and statistics as pairs (sum, count)."""
+    """Equation (5): the SUM over rows of row means. All (N, T). Returns the loss and statistics, pairs (sum, count)."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)             # (N, T)
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)       # (N, T)                        (5)
@@ -115,7 +122,7 @@ def value_loss(values, old_values, returns, mask, args):
 def collect(policy, value, reference, tokenizer, problems, reward, args):
     """Sample G completions of each problem and score them: all that stays constant while the rollout is trained on.
 
-    Returns the rollout (see common.py) with texts, rewards (N,), old_logp, ref_logp, values, adv and returns (N, T), and
+    Returns the rollout (see common.py) with rewards (N,), old_logp, ref_logp, values, returns and adv (N, T), and
     statistics.
     """
     began = time.perf_counter()
@@ -123,7 +130,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens, args.temperature)
     seconds = time.perf_counter() - began
     asked = [p for p in problems for _ in range(args.group_size)]                    # row i answers asked[i]
-    rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)                          # (N,)
+    rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)           # (N,)
     rollout["old_logp"], entropy = common.score_rows(
         lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args.micro_batch_tokens)
     stats, mask = common.rollout_stats(rollout, entropy, args.group_size, seconds), rollout["mask"]
@@ -132,8 +139,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
             lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args.micro_batch_tokens)
         stats["kl"] = ((rollout["old_logp"] - rollout["ref_logp"]).sum() / mask.sum()).item()
     rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args.micro_batch_tokens)
-    rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)      # (N, T)
-    rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)                # (N, T)
+    rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
+    rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
     stats["explained_variance"] = common.explained_variance(rollout["values"], rollout["returns"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
@@ -166,7 +173,9 @@ def main(args):
     reward = common.load_reward(args)
     reference = common.load_reference(args) if args.beta > 0 else None
     value = common.load_value(args)
-    optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5), "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
+    models = {"policy": policy, "value": value, "reference": reference}
+    optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
+                  "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
     start = common.load_checkpoint(args, optimizers)
     log = common.Logger(args, start)
     if start == 0:
@@ -179,10 +188,10 @@ def main(args):
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        log.log(step, stats, (asked[0]["question"], rollout["texts"][0], rollout["rewards"][0].item()))
+        log.log(step, stats, asked[0]["question"], rollout)
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
-            common.save_checkpoint(args, step, tokenizer, {"policy": policy, "value": value}, optimizers)
-    log.close({"policy": policy, "value": value, "reference": reference, "reward": getattr(reward, "model", None)}, optimizers)
+            common.save_checkpoint(args, step, tokenizer, models, optimizers)
+    log.close(models | {"reward": reward}, optimizers)
 
 
 if __name__ == "__main__":

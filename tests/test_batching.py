@@ -134,7 +134,9 @@ def test_batches_visit_every_problem_once_a_pass(P):
     """Trap 7 and 35: consecutive batches run through shuffles of the ten problems, across their ends; a batch is a function
     of seed and step alone, whatever was drawn before."""
     problems = [{"question": i} for i in range(10)]
-    batch = lambda step, seed=0: [p["question"] for p in common.batch_of(problems, step, argparse.Namespace(prompts=P, seed=seed))]  # noqa: E731
+    def batch(step, seed=0):
+        return [p["question"] for p in common.batch_of(problems, step, argparse.Namespace(prompts=P, seed=seed))]
+
     drawn = sum((batch(step) for step in range(1, 101)), [])
     assert len(drawn) == 100 * P
     passes = [tuple(drawn[i:i + 10]) for i in range(0, len(drawn) - 9, 10)]

@@ -117,7 +117,8 @@ def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
     (training mode, with gradient) to 1e-6 in float32."""
     rates = dict(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5) if family == "gpt2" else dict(attention_dropout=0.5)
     args = argparse.Namespace(dtype="float32", device="cpu")
-    model, batch = common.load_model(common.AutoModelForCausalLM, save_tiny(tmp_path, family, **rates), args, "--model"), random_batch(12, seed=5)
+    source, batch = save_tiny(tmp_path, family, **rates), random_batch(12, seed=5)
+    model = common.load_model(common.AutoModelForCausalLM, source, args, "--model")
     assert model.training
     old, = common.score_rows(lambda b: common.token_logprobs(model, b, T), batch, cut)
     assert not old.requires_grad
