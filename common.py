@@ -1097,7 +1097,11 @@ def load_checkpoint(args, optimizers):
     newest = newest_checkpoint(args)
     if newest is None:
         return 0
-    for name, state in torch.load(newest / "optimizer.pt", map_location=args.device).items():
+    try:
+        states = torch.load(newest / "optimizer.pt", map_location=args.device)
+    except Exception as error:  # the file's, pickle's or zip's own kinds
+        fail(f"--resume: {newest} is not whole: {first_line(error)}")
+    for name, state in states.items():
         optimizers[name].load_state_dict(state)
     return int(newest.name[5:])
 

@@ -1,0 +1,37 @@
+"""Mistakes planted in a copy of the code: the tests must see each of them."""
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = [  # file, what stands there, what is planted, the tests that must turn red
+    ("grpo.py", "torch.min(ratio * adv, clipped * adv)", "torch.max(ratio * adv, clipped * adv)", "test_grpo.py"),
+    ("grpo.py", "kl = log_ref.exp() - log_ref - 1", "kl = (-log_ref).exp() + log_ref - 1", "test_grpo.py"),
+    ("grpo.py", "(objective * mask / lengths).sum()", "(objective * mask / lengths.mean()).sum()", "test_grpo.py"),
+    ("grpo.py", "return adv.masked_fill(equal, 0.0)", "return adv", "test_grpo.py"),
+    ("gspo.py", "log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)", "test_gspo.py"),
+    ("gspo.py", "ratio.detach() * (logp - logp.detach()).exp()", "ratio * (logp - logp.detach()).exp()", "test_gspo.py"),
+    ("ppo.py", "last = mask.sum(1).long() - 1", "last = torch.full_like(mask[:, 0], mask.shape[1] - 1).long()", "test_ppo.py"),
+    ("ppo.py", "torch.max((values - returns) ** 2,", "torch.min((values - returns) ** 2,", "test_ppo.py"),
+    ("common.py", "hidden[row, position - 1], weight, target", "hidden[row, position], weight, target", "test_logprobs.py"),
+    ("common.py", "mask = stopped.cumsum(-1) - stopped.long() == 0", "mask = stopped.cumsum(-1) == 0", "test_sampling.py"),
+    ("common.py", "[w if w.dtype == torch.float32 else w.detach().float()", "[w if True else w.detach().float()", "test_batching.py"),
+    ("common.py", "torch.manual_seed(self.args.seed * 1_000_003 + step)", "pass", "test_cli.py"),
+]
+
+
+@pytest.mark.upkeep
+@pytest.mark.parametrize("file, sound, faulty, tests", FAULTS, ids=[f"{f[0]}: {f[2]}" for f in FAULTS])
+def test_a_planted_fault_turns_a_test_red(tmp_path, file, sound, faulty, tests):
+    for name in ("ppo.py", "grpo.py", "gspo.py", "common.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (tmp_path / file).read_text()
+    assert source.count(sound) == 1, "the fault no longer fits the code"
+    (tmp_path / file).write_text(source.replace(sound, faulty))
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{tests}"],
+                         cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout[-2000:]
