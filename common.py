@@ -272,6 +272,8 @@ def parse(parser, argv):
         args = parser.parse_args(argv, argparse.Namespace(script=script))
     if args.minibatches > args.prompts:
         fail(f"--minibatches {args.minibatches}: at most --prompts ({args.prompts}), as groups stay together")
+    if getattr(args, "ref_every", None) and args.beta == 0:
+        fail("--ref_every: needs --beta above 0, without which there is no reference")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         fail("--tensorboard: needs the tensorboard package (pip install tensorboard)")
     if args.device == "auto":
@@ -312,6 +314,7 @@ def load_problems(args, tokenizer):
     else:
         train, held_out = read_splits(args.dataset, args.split, args.eval_split)
     if held_out is None:
+        print(f"--dataset {args.dataset}: a fifth of its rows is held out")
         train, held_out = split_by_hash(train, "question" if args.dataset == "arithmetic" else args.question_column)
     held_out = random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))  # the same in every run
     return prepare(train, tokenizer, args, "to train on"), prepare(held_out, tokenizer, args, "to evaluate on")
@@ -351,16 +354,19 @@ def read_splits(name, *wanted):
         else:
             source = str(Path(name).resolve()) if Path(name).is_dir() else ask_hub(name)  # a bare "csv" means the reader
             configs = datasets.get_dataset_config_names(source)
-            splits = datasets.load_dataset(source, "main" if "main" in configs else configs[0])
+            config = "main" if "main" in configs else configs[0]
+            if len(configs) > 1:
+                print(f"--dataset {name}: configuration {config}, of {', '.join(configs)}")
+            splits = datasets.load_dataset(source, config)
     except Exception as error:  # the library has a dozen kinds of its own, network errors among them
         reason = first_line(error.__cause__ or error)
         fail(f"--dataset {name}: no such directory or hub data set, or it cannot be read: {reason}")
     if isinstance(splits, datasets.Dataset):
         return [list(splits)] + [None] * (len(wanted) - 1)
     for split in wanted:
-        if split not in splits:
+        if split not in splits and (split == wanted[0] or len(splits) > 1):
             fail(f"--dataset {name}: no split '{split}', only {', '.join(splits)}; see --split and --eval_split")
-    return [list(splits[split]) for split in wanted]
+    return [list(splits[split]) if split in splits else None for split in wanted]
 
 
 def ask_hub(name):
@@ -442,10 +448,10 @@ STEP = re.compile(r" *(-?\d{1,9}) ?([-+*/]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*")
 def step_signs(rollout, tokenizer):
     """Which completion tokens stand on a worked step, a line such as 7+2=9: 1 where it is true, -1 where it is false, 0 on
     every other line; (N, T)."""
-    signs = torch.zeros_like(rollout["mask"])
+    signs, ids = torch.zeros_like(rollout["mask"]), rollout["ids"].tolist()
     ends, lengths = rollout["attention"].sum(1).tolist(), rollout["mask"].sum(1).long().tolist()
     for i, (end, n) in enumerate(zip(ends, lengths)):
-        pieces = tokenizer.batch_decode(rollout["ids"][i, end - n:end, None])        # n strings, a token each
+        pieces = tokenizer.batch_decode([[token] for token in ids[i][end - n:end]])  # n strings, a token each
         line_of = [0, *itertools.accumulate(piece.count("\n") for piece in pieces)][:n]
         truths = [step_sign(line) for line in "".join(pieces).split("\n")]
         signs[i, :n] = signs.new_tensor([truths[line] for line in line_of])
@@ -526,15 +532,12 @@ def load_tokenizer(source, flag):
     return tokenizer
 
 
-def load_frozen(source, args, flag, kind=AutoModelForCausalLM, **settings):
-    """Load a model that only judges: the reference, a reward model."""
-    return load_model(kind, source, args, flag, **settings).eval().requires_grad_(False)
-
-
 def load_reference(args):
-    """The reference policy: --model as it was, or the reference of the run to resume."""
+    """The reference policy: --model as it was, or as the run to resume had refreshed it."""
     newest = newest_checkpoint(args)
-    return load_frozen(newest / "reference" if newest else args.model, args, "--model")
+    refreshed = newest and (newest / "reference").exists()
+    source = newest / "reference" if refreshed else args.model
+    return load_model(AutoModelForCausalLM, source, args, "--model").eval().requires_grad_(False)
 
 
 def load_value(args):
@@ -557,8 +560,9 @@ def value_head(model):
 
 
 def checkpoint_activations(model):
-    """Recompute activations in the backward pass (non-reentrant); the method got its new name in transformers 5.2x."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    """Recompute activations in the backward pass; the method has a new name since transformers 5.18 or later."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def check_head(model, source):
@@ -567,7 +571,8 @@ def check_head(model, source):
     with torch.no_grad():
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         ours, logits = head_logits(hidden, model.get_output_embeddings().weight), model(input_ids=ids).logits[0]
-    if not torch.allclose(ours, logits.float(), rtol=0.02, atol=0.02):
+    tolerance = 1e-4 if ours.dtype == logits.dtype else 0.02  # bfloat16 logits are rounded, ours are not
+    if not torch.allclose(ours, logits.to(ours.dtype), rtol=tolerance, atol=tolerance):
         fail(f"--model {source}: {type(model).__name__} changes its logits after the output embedding: not supported")
 
 
@@ -582,13 +587,12 @@ def load_reward(args):
     """The reward: a function (problems, completions) -> (N,) float32, by rule or by --reward_model."""
     if not args.reward_model:
         return lambda problems, texts: torch.tensor([math_reward(t, p["answer"]) for p, t in zip(problems, texts)])
-    judge = load_frozen(args.reward_model, args, "--reward_model", AutoModelForSequenceClassification)
+    judge = load_model(AutoModelForSequenceClassification, args.reward_model, args, "--reward_model")
+    judge.eval().requires_grad_(False)
     tokenizer = load_tokenizer(args.reward_model, "--reward_model")
     if judge.config.num_labels != 1:
         fail(f"--reward_model {args.reward_model}: has {judge.config.num_labels} labels; a reward is one number")
-    # The classifier reads the last token that is not padding: where padding is also eos, rows have to go one by one.
-    together = 1 if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) else 16
-    judge.config.pad_token_id = tokenizer.pad_token_id if together > 1 else None
+    room = getattr(judge.config, "max_position_embeddings", None) or math.inf
 
     @torch.no_grad()
     def score(problems, texts):
@@ -599,9 +603,14 @@ def load_reward(args):
         else:
             rows = tokenizer(["\n".join(turn) for turn in turns])["input_ids"]
         scores = []
-        for i in range(0, len(rows), together):
-            part = [torch.tensor(row, device=judge.device) for row in rows[i:i + together]]
-            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+        for part in (rows[i:i + 16] for i in range(0, len(rows), 16)):
+            # The classifier reads the last token that is not padding: padding is a token that no row ends in.
+            judge.config.pad_token_id = min(set(range(17)) - {row[-1] for row in part})
+            part = [torch.tensor(row, device=judge.device) for row in part]
+            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=judge.config.pad_token_id)
+            if ids.shape[1] > room:
+                fail(f"--reward_model {args.reward_model}: a text of {ids.shape[1]} tokens is over its {room} positions: "
+                     "lower --max_new_tokens or --max_prompt_tokens")
             lengths = torch.tensor([len(row) for row in part], device=judge.device)
             attention = (torch.arange(ids.shape[1], device=judge.device) < lengths[:, None]).long()
             scores.append(judge(input_ids=ids, attention_mask=attention).logits[:, 0].float())
@@ -759,7 +768,8 @@ def as_rollout(prompt_ids, prompt_lengths, completions, stop, tokenizer):
     shift = (prompt_ids.shape[1] - prompt_lengths)[:, None]                          # (N, 1) padding before the prompt
     ids = both.gather(1, (column + shift).clamp(max=both.shape[1] - 1)) * attention
     longest, T = attention.sum(-1).max(), lengths.max()
-    texts = tokenizer.batch_decode([row[:n].tolist() for row, n in zip(completions, lengths)], skip_special_tokens=True)
+    kept = [row[:n] for row, n in zip(completions.tolist(), lengths.tolist())]
+    texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
     return {"ids": ids[:, :longest], "attention": attention[:, :longest], "mask": mask[:, :T].float(),
             "finished": (stopped & mask).any(-1), "texts": texts}
 
@@ -784,7 +794,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
         sampled, lengths = torch.cat(sampled), torch.cat(lengths)                    # (problems, n), (problems * n,)
         result |= {"eval_sampled_accuracy": sampled.mean().item(), "eval_completion_length": lengths.mean().item()}
         right = (sampled == 1).sum(1).tolist()
-        for k in (2 ** i for i in range(1, n.bit_length())):
+        for k in (2 ** i for i in range(1, n.bit_length()) if not args.reward_model):
             result[f"eval_pass@{k}"] = sum(pass_at_k(n, c, k) for c in right) / len(right)
     return result
 
@@ -803,34 +813,34 @@ def token_logprobs(model, batch, temperature, with_entropy=False):
     `batch` holds ids (N, L), attention (N, L) and mask (N, T). Returns (N, T) float32 with 0 outside the mask; with
     `with_entropy` also the entropies in nats, (N, T), without gradient. The (N, T, V) logits never exist.
     """
-    row, t, position = completion_positions(batch)                                   # (M,) each: M tokens in all
-    # Causal attention never looks right, so padding on the right needs no mask, and without one the flash kernel applies.
-    hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
+    where, hidden, target = completion_states(model, batch)
     weight = model.get_output_embeddings().weight
-    target = batch["ids"][row, position]
-    logp, entropy = ChunkedLogProbs.apply(hidden[row, position - 1], weight, target, temperature, with_entropy)
-    logp, entropy = (values.new_zeros(batch["mask"].shape).index_put((row, t), values) for values in (logp, entropy))
+    logp, entropy = ChunkedLogProbs.apply(hidden, weight, target, temperature, with_entropy)
+    logp, entropy = (x.new_zeros(batch["mask"].shape).index_put(where, x) for x in (logp, entropy))
     return (logp, entropy) if with_entropy else logp
 
 
 def token_values(model, batch):
     """V of the state before each completion token, from the value model: (N, T) float32, 0 outside the mask."""
-    row, t, position = completion_positions(batch)
-    hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
+    where, hidden, _ = completion_states(model, batch)
     head = value_head(model)
-    values = head(hidden[row, position - 1].to(head.weight.dtype)).squeeze(1)        # (M,)
-    return values.new_zeros(batch["mask"].shape).index_put((row, t), values)
+    values = head(hidden.to(head.weight.dtype)).squeeze(1)                           # (M,)
+    return values.new_zeros(batch["mask"].shape).index_put(where, values)
 
 
-def completion_positions(batch):
-    """Where the completion tokens stand: row, place in the completion, place in ids; (M,) each."""
+def completion_states(model, batch):
+    """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states that predict them (M, H), and
+    their ids (M,). A token is predicted one position before its own: the one shifted index of the repository."""
     row, t = batch["mask"].nonzero(as_tuple=True)
     prompt_lengths = batch["attention"].sum(-1) - batch["mask"].sum(-1).long()
-    return row, t, prompt_lengths[row] + t
+    position = prompt_lengths[row] + t
+    # Causal attention never looks right: padding there needs no mask, and without one the flash kernel applies.
+    hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
+    return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 
 def head_logits(hidden, weight):
-    """(M, H), (V, H) -> (M, V), float32 or wider. Half-precision products are summed and kept in float32: logits rounded
+    """(M, H), (V, H) -> (M, V), float32 or wider. Products of bfloat16 are summed and kept in float32: logits rounded
     to bfloat16 would move log-probs by up to 0.07."""
     if hidden.dtype != torch.bfloat16:
         return hidden @ weight.T
@@ -888,36 +898,27 @@ class ChunkedLogProbs(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Batching
 
-MICRO_BATCH_COST = 128  # fixed cost of a forward and backward, in positions: at GSM8K lengths a tenth or less is padding
-
-
 def micro_batches(batch, tokens):
     """Cut `batch` into micro-batches of at most `tokens` positions, padding included; every row is in exactly one.
 
-    Rows are sorted by length and cut where padding plus the fixed cost of a micro-batch is least (a shortest path over
-    the cuts). Each micro-batch is trimmed to its own longest row and carries `row`, its rows' places in `batch`. A row
-    longer than `tokens` gets a micro-batch of its own.
+    Rows are sorted by length, the longest first. A micro-batch ends before its budget does where the next row would make
+    more than 8 % of it padding, unless that is less than 128 positions: then another forward would cost more. Each is
+    trimmed to its longest row and carries `row`, its rows' places in `batch`. A row over the budget is alone.
     """
     lengths, order = batch["attention"].sum(-1).sort(descending=True)
-    lengths, completions = lengths.tolist(), batch["mask"].sum(-1).long()[order].tolist()
-    cost, cut = [0], [0]  # of the first j rows: the least cost, and where their last micro-batch begins
-    for j in range(1, len(lengths) + 1):
-        options = [(cost[j - 1] + lengths[j - 1] + MICRO_BATCH_COST, j - 1)]
-        for i in range(j - 2, -1, -1):
-            if (j - i) * lengths[i] > tokens:
+    lengths, completions, begin = lengths.tolist(), batch["mask"].sum(-1).long()[order].tolist(), 0
+    while begin < len(lengths):
+        L, end, padding = lengths[begin], begin + 1, 0
+        while end < len(lengths) and (positions := (end + 1 - begin) * L) <= tokens:
+            padding += L - lengths[end]
+            if padding > max(128, 0.08 * positions):
                 break
-            options.append((cost[i] + (j - i) * lengths[i] + MICRO_BATCH_COST, i))
-        least, begin = min(options)
-        cost.append(least)
-        cut.append(begin)
-    end = len(lengths)
-    while end > 0:
-        begin = cut[end]
-        L, T = lengths[begin], max(completions[begin:end])
+            end += 1
+        T = max(completions[begin:end])
         part = select(batch, order[begin:end]) | {"row": order[begin:end]}
         yield {name: value[:, :L] if name in ("ids", "attention") else value[:, :T] if value.dim() == 2 else value
                for name, value in part.items()}
-        end = begin
+        begin = end
 
 
 def minibatches(rollout, count, group_size):
@@ -1007,15 +1008,13 @@ class Optimizer:
         for weight, master in zip(self.weights, self.masters):
             if master is not weight:
                 weight.register_post_accumulate_grad_hook(lambda weight, master=master: self.collect(weight, master))
+        # betas as in most language model training: torch's 0.999 remembers longer than a short run lasts
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0, fused=True)
 
     @staticmethod
     def collect(weight, master):
         """Move a finished gradient to the master."""
-        if master.grad is None:
-            master.grad = weight.grad.float()
-        else:
-            master.grad += weight.grad
+        master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
         weight.grad = None
 
     def step(self, prefix=""):
@@ -1068,8 +1067,8 @@ def write_whole(path, text):
 
 def newest_checkpoint(args):
     """The newest complete checkpoint of the run to resume, or None."""
-    saved = Path(args.out).glob("step-*[0-9]") if args.resume else ()
-    return max(saved, key=lambda path: int(path.name[5:]), default=None)
+    saved = [path.parent for path in Path(args.out).glob("step-*/optimizer.pt")] if args.resume else []
+    return max((path for path in saved if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]), default=None)
 
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
@@ -1082,14 +1081,14 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
     final, beside = Path(args.out, f"step-{step}"), Path(args.out, f"step-{step}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     for name, model in models.items():
-        if model is not None:
+        if name != "reference" or getattr(args, "ref_every", None):  # a reference never refreshed is --model itself
             model.save_pretrained(beside if name == "policy" else beside / name)
     tokenizer.save_pretrained(beside)
     torch.save({name: optimizer.state_dict() for name, optimizer in optimizers.items()}, beside / "optimizer.pt")
     beside.rename(final)
-    for old in Path(args.out).glob("step-*"):
-        if old != final:
-            shutil.rmtree(old)
+    for old in Path(args.out).glob("step-*/optimizer.pt"):  # nothing else in --out is ours to remove
+        if old.parent != final:
+            shutil.rmtree(old.parent)
 
 
 def load_checkpoint(args, optimizers):
@@ -1098,7 +1097,7 @@ def load_checkpoint(args, optimizers):
     if newest is None:
         return 0
     try:
-        states = torch.load(newest / "optimizer.pt", map_location=args.device)
+        states = torch.load(newest / "optimizer.pt", map_location="cpu", mmap=True)  # never twice on the GPU
     except Exception as error:  # the file's, pickle's or zip's own kinds
         fail(f"--resume: {newest} is not whole: {first_line(error)}")
     for name, state in states.items():
@@ -1113,7 +1112,7 @@ class Logger:
     """
     def __init__(self, args, start):
         self.args, self.start, self.interrupted, self.warned = args, start, False, set()
-        print("  ".join(f"--{name} {value}" for name, value in vars(args).items() if value not in (None, "", False)))
+        print("  ".join(f"--{name} {value}" for name, value in vars(args).items() if value not in (None, "")))
         open_run(args)
         self.path = Path(args.out, "metrics.jsonl")
         lines = self.path.read_text().splitlines() if start and self.path.exists() else []
@@ -1130,7 +1129,7 @@ class Logger:
         """First Ctrl-C: finish the step and save. Second: KeyboardInterrupt, with the last checkpoint as it was."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupted = True
-        self.say("interrupted: this step will be finished and saved; Ctrl-C again leaves at once")
+        os.write(1, b"\ninterrupted: the step in hand will be finished and saved; Ctrl-C again leaves at once\n")
 
     def steps(self):
         """The steps still to take, each preceded by its own seeding: step k draws the same numbers in a resumed run."""
@@ -1153,6 +1152,7 @@ class Logger:
         if self.args.tensorboard:
             for name in (name for name, value in stats.items() if value is not None):
                 self.board.add_scalar(name, stats[name], step)
+            self.board.flush()
         shown = [f"{label} {stats[name]:{form}}" for name, label, form in self.SHOWN if stats.get(name) is not None]
         self.say(f"step {step}/{self.args.steps}  " + "  ".join(shown))
         if rollout and (step == 1 or stats["eval_accuracy"] is not None):
@@ -1242,3 +1242,5 @@ def launch(main, args):
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens if it happened in the update, --prompts, --group_size or "
              "--max_new_tokens if while sampling", 2)
+    except OSError as error:
+        fail(f"{error} (what was saved before is as it was)", 1)

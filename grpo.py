@@ -70,7 +70,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     adv = adv if adv.dim() == 2 else adv[:, None]                                    # (N, 1) or (N, T)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                             # (N, T)
-    ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) no overflow            (2)
+    ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) not above e^20         (2)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
     objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
     stats = {}
@@ -146,7 +146,7 @@ def main(args):
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        if step == 1:
+        if step == 1 and rollout["adv"].dim() == 1:
             log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the "
                     "mean of A grad log pi, is not. Watch the reward.")
         log.log(step, stats, asked[0]["question"], rollout)

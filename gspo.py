@@ -31,7 +31,8 @@ def parse_args(argv=None):
         help="prompts a step; more make a steadier gradient and a slower step")
     add("--group_size", type=within("[2, inf)", int), metavar="G", default=8,
         help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
-    add("--eps_low", type=within("(0, 1)"), default=3e-4, help="clip range below 1 (3), as in the paper")
+    add("--eps_low", type=within("(0, 1)"), default=3e-4,
+        help="clip range below 1 (3), as in the paper; that half of the sequences are clipped is normal")
     add("--eps_high", type=within("(0, inf)"), default=4e-4,
         help="clip range above 1 (3), as in the paper; tiny, as a mean of log-ratios moves far less than one")
     add("--beta", type=within("[0, inf)"), default=0.0,
@@ -45,7 +46,8 @@ def parse_args(argv=None):
         help="passes over a rollout; more reuse it further off-policy; usually 1 to 4")
     add("--minibatches", type=within("[1, inf)", int), metavar="N", default=4,
         help="optimiser steps a pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
-    add("--token_level", action="store_true", help="GSPO-token: a true step is never punished, a false one never rewarded")
+    add("--token_level", action="store_true",
+        help="GSPO-token: a true step (a line such as 7+2=9) is never punished, a false one never rewarded")
     common.add_args(parser)
     return common.parse(parser, argv)
 
@@ -77,7 +79,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     adv = adv if adv.dim() == 2 else adv[:, None]                                    # (N, 1) or (N, T)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                             # (N, T)
-    ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp()           # (N, 1) no overflow            (2)
+    ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp()           # (N, 1) not above e^20         (2)
     if args.token_level:
         ratio = ratio.detach() * (logp - logp.detach()).exp()                        # (N, T), each value as before
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
@@ -157,7 +159,7 @@ def main(args):
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        if step == 1:
+        if step == 1 and rollout["adv"].dim() == 1:
             log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the "
                     "mean of A grad log pi, is not. Watch the reward.")
         log.log(step, stats, asked[0]["question"], rollout)

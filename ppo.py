@@ -99,7 +99,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
     adv = adv if adv.dim() == 2 else adv[:, None]                                    # (N, 1) or (N, T)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                             # (N, T)
-    ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) no overflow            (2)
+    ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) not above e^20         (2)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
     objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
     loss = -(objective * mask / lengths).sum()
@@ -141,7 +141,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args.micro_batch_tokens)
     rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
-    stats["explained_variance"] = common.explained_variance(rollout["values"], rollout["returns"], mask)
+    to_go, _ = gae(rewards, 0 * rollout["values"], mask, args.gamma, 1.0)            # (N, T) what came, without V
+    stats["explained_variance"] = common.explained_variance(rollout["values"], to_go, mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats

@@ -281,7 +281,9 @@ def test_a_missing_split_is_named_with_those_there(capsys):
         for name in names:
             write_jsonl(Path(directory, name), sums(20))
     refused(capsys, "grpo", "--dataset set --split dev", "dev", "train", "test", "--split")
-    refused(capsys, "grpo", "--dataset lone", "test", "train", "--eval_split")
+    refused(capsys, "grpo", "--dataset lone --split dev", "dev", "train", "--split")
+    train_set, held_out, *_ = problems_of("--dataset lone")
+    assert train_set and held_out and not set(questions(train_set)) & set(questions(held_out)), "one split: a fifth held out"
 
 
 def broken_models():

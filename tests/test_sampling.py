@@ -215,7 +215,7 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
         assert [p["answer"] for p in asked] == [text.split(":")[0] for text in texts]
         return torch.tensor([float(text.split(":")[1]) for text in texts])
     monkeypatch.setattr(common, "generate", generate)
-    args = argparse.Namespace(seed=0, eval_samples=n, max_new_tokens=5, temperature=0.6, prompts=rows, group_size=1)
+    args = argparse.Namespace(reward_model=None, seed=0, eval_samples=n, max_new_tokens=5, temperature=0.6, prompts=rows, group_size=1)
     result = common.evaluate(None, None, problems, reward, args)
     assert result["eval_accuracy"] == pytest.approx(2 / 7)
     assert {(t, T) for _, _, T, t in calls} == {(0.0, 5), (0.6, 5)} - ({(0.6, 5)} if n == 0 else set())
@@ -233,7 +233,7 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
 def test_evaluate_draws_the_same_numbers_every_time():
     """Two evaluations of one policy agree, whatever was drawn before, and greedy decoding draws nothing."""
     model, problems = tiny_model(), [{"question": "q", "answer": "a", "prompt": p} for p in PROMPTS]
-    args = argparse.Namespace(seed=0, eval_samples=3, max_new_tokens=6, temperature=1.0, prompts=3, group_size=4)
+    args = argparse.Namespace(reward_model=None, seed=0, eval_samples=3, max_new_tokens=6, temperature=1.0, prompts=3, group_size=4)
     reward = lambda asked, texts: torch.tensor([len(t) / 7 + hash(t) % 97 for t in texts])  # noqa: E731
     results = []
     for seed in (1, 2):
