@@ -560,7 +560,9 @@ def value_head(model):
 
 
 def checkpoint_activations(model):
-    """Recompute activations in the backward pass; the method has a new name since transformers 5.18 or later."""
+    """Recompute activations in the backward pass. The method's name changed between transformers 5.17 and 5.23."""
+    if not model.supports_gradient_checkpointing:
+        fail(f"--gradient_checkpointing: {type(model).__name__} does not support it; give --no-gradient_checkpointing")
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -596,6 +598,7 @@ def load_reward(args):
 
     @torch.no_grad()
     def score(problems, texts):
+        """The classifier's logit for each question and completion, (N,) float32."""
         turns = [(p["question"], text) for p, text in zip(problems, texts)]
         chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
         if tokenizer.chat_template:
@@ -683,7 +686,7 @@ def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
             logits = model(input_ids=inputs, use_cache=False).logits
             nll.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * completion)
         chain = nll[1].detach() * (completion.cumsum(1) > 1)  # but for the first token, which chooses the habit
-        right += 0.05 * ((-chain.sum(1)).exp().mean().item() - right)  # every row is new to the model: held out
+        right += 0.05 * ((-chain.sum(1)).exp().mean().item() - right)  # before the step that learns from them
         optimizer.param_groups[0]["lr"] = lr * min(1, step / 20) * max(0.1, 1 - right) ** 0.5
         optimizer.zero_grad()
         (sum(part.sum() for part in nll) / 400).backward()  # about 400 completion tokens
@@ -856,7 +859,8 @@ class ChunkedLogProbs(torch.autograd.Function):
     CHUNK = 256
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, with_entropy):      # (M, H), (V, H), (M,) -> (M,), (M,)
+    def forward(ctx, hidden, weight, target, temperature, with_entropy):
+        """hidden (M, H), weight (V, H), target (M,) -> log-probs and entropies (0 unless asked for), (M,) both."""
         logp, logz, entropy = [], [], []
         C = ChunkedLogProbs.CHUNK * (4 if hidden.is_cuda else 1)  # a GPU wants larger products to be busy
         for h, chosen in zip(hidden.split(C), target.split(C)):
@@ -1097,7 +1101,7 @@ def load_checkpoint(args, optimizers):
     if newest is None:
         return 0
     try:
-        states = torch.load(newest / "optimizer.pt", map_location="cpu", mmap=True)  # never twice on the GPU
+        states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
     except Exception as error:  # the file's, pickle's or zip's own kinds
         fail(f"--resume: {newest} is not whole: {first_line(error)}")
     for name, state in states.items():

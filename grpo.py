@@ -37,7 +37,7 @@ def parse_args(argv=None):
     add("--beta", type=within("[0, inf)"), default=0.04,
         help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
     add("--kl", choices=["k3", "wk3"], default="k3",
-        help="estimator (4): k3, as in the paper, has the gradient of the forward KL, w times k3 that of the reverse KL")
+        help="estimator (4): k3, as in DeepSeekMath, has the forward KL's gradient, w times k3 the reverse KL's")
     add("--ref_every", type=within("[1, inf)", int), metavar="M",
         help="iterative GRPO: the policy becomes the reference every M steps; without it the reference stays")
     add("--lr", type=within("(0, inf)"), default=Sized(5e-4, 1e-6), help="AdamW learning rate")

@@ -11,7 +11,6 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
 
 
 def pytest_configure(config):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import make_batch, random_batch, save_tiny, tiny_config, tiny_model, tiny_tokenizer
+from conftest import random_batch, save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 import common
 import ppo
