@@ -35,7 +35,10 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -235,6 +238,10 @@ def add_args(parser):
     add("--max_grad_norm", type=within("(0, inf]"), default=1.0, help="larger gradients are scaled down to this norm")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=Sized(False, True),
         help="recompute activations in the backward pass: a third more work for far less memory")
+    add("--offload_optimizer", action="store_true", help="masters and moments in host memory: 12 bytes a parameter less")
+    add("--compile", action="store_true", help="torch.compile the layers: fewer trips to memory, after minutes of compiling")
+    add("--cuda_graphs", action=argparse.BooleanOptionalAction, default=True,
+        help="on a GPU, replay the kernels of a token as one CUDA graph instead of launching them one by one")
     add("--seed", type=within("[0, 1000000000]", int), default=0, help="of the samples and the order of the problems")
     add("--device", default="auto", help="cpu, cuda or cuda:N; auto takes the GPU where there is one")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
@@ -242,8 +249,7 @@ def add_args(parser):
     add("--out", metavar="DIR", help="where the run is written (default runs/<script>, then runs/<script>-2 and so on)")
     add("--resume", action="store_true",
         help="continue the run in --out from its last checkpoint, with its flags but for those given again")
-    add("--eval_every", type=count, metavar="N", default=Sized(10, 20),
-        help="steps between evaluations; there is one before and one after training too")
+    add("--eval_every", type=count, metavar="N", default=Sized(10, 20), help="steps between evaluations, first and last aside")
     add("--eval_problems", type=count, metavar="N", default=Sized(2560, 512), help="held-out problems per evaluation")
     add("--eval_samples", type=within("[0, inf)", int), metavar="N", default=1,
         help="samples per held-out problem, beside the greedy one; 2 and more give unbiased pass@2, 4, 8 ... up to N")
@@ -485,7 +491,7 @@ def load_policy(args):
         fail(f"--model {source}: the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: not of one model")
     if not stop_ids(policy, tokenizer):
         fail(f"--model {source}: neither tokenizer nor generation_config names an end-of-sequence token")
-    check_head(policy, source)
+    check_model(policy, source)
     size = sum(p.numel() for p in policy.parameters())
     for name, value in vars(args).items():
         if isinstance(value, Sized):
@@ -496,6 +502,9 @@ def load_policy(args):
     args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     if args.gradient_checkpointing:
         checkpoint_activations(policy)
+    policy.cuda_graphs = args.cuda_graphs and policy.device.type == "cuda"
+    if args.compile:
+        policy.decode = torch.compile(decode, dynamic=True)
     if size < 1_000_000 and args.device == "cpu":
         torch.set_num_threads(1)  # products this small gain nothing from a second thread, and wait for it if it is late
     if args.model == TOY:
@@ -518,7 +527,17 @@ def load_model(kind, source, args, flag, **settings):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    if kind is AutoModelForCausalLM and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("sdpa_grouped")
+    if args.compile:
+        compile_layers(model)
     return model.to(args.device).train()
+
+
+def compile_layers(model):
+    """Compile the layers of a model: once for all of them, whatever the shape of a micro-batch."""
+    for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+        layer.compile(dynamic=True)
 
 
 def load_tokenizer(source, flag):
@@ -567,13 +586,22 @@ def checkpoint_activations(model):
     enable({"use_reentrant": False})
 
 
-def check_head(model, source):
-    """Stop if the logits are not just base model times head: some families scale or cap them after the head."""
+@torch.no_grad()
+def check_model(model, source):
+    """Stop if logits are not just base model times head (some families scale or cap them), or not the same when a token is
+    read behind the keys and values of those before it (some keep another kind of memory)."""
     ids = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        ours, logits = head_logits(hidden, model.get_output_embeddings().weight), model(input_ids=ids).logits[0]
-    tolerance = 1e-4 if ours.dtype == logits.dtype else 0.02  # bfloat16 logits are rounded, ours are not
+    logits = model.eval()(input_ids=ids).logits[0, -2:]
+    tolerance = 1e-4 if logits.dtype == torch.float32 else 0.02  # bfloat16 logits are rounded, ours are not
+    rows = Rows(ids, torch.tensor([2], device=model.device))
+    try:
+        ours = [rows.read(model, ids[:, :3], rows.position + 1)]
+        rows.position, rows.width = rows.position + 1, 4
+        ours = torch.cat([*ours, rows.next_logits(model)])
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        fail(f"--model {source}: {type(model).__name__} cannot be sampled from here, it does not keep its past as keys and "
+             f"values: {first_line(error)}")
+    model.train()
     if not torch.allclose(ours, logits.to(ours.dtype), rtol=tolerance, atol=tolerance):
         fail(f"--model {source}: {type(model).__name__} changes its logits after the output embedding: not supported")
 
@@ -701,12 +729,17 @@ def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
+GRAIN = {"cpu": 1, "cuda": 128}  # positions by which the cache's width grows: on a GPU every width is recorded anew
+
+
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0):
     """Sample `group_size` completions of each prompt from softmax(logits / temperature); temperature 0 is greedy.
 
     A loop of our own, because transformers' generate fills every setting left unset from the model's generation_config
-    (and top_k with 50): it would sample from another distribution than the one whose log-probs are trained.
+    (and top_k with 50): it would sample from another distribution than the one whose log-probs are trained. It reads a
+    prompt once for its whole group, drops rows as they finish, and on a GPU replays each token's thousand kernels as one
+    CUDA graph, which would otherwise spend most of the time waiting to be launched.
 
     `prompts` holds P lists of token ids. Returns a dict of N = P * group_size rows, those of a prompt side by side:
     ids (N, L), attention (N, L), mask (N, T) as in a rollout, finished (N,) bool, texts (a list of N strings).
@@ -714,67 +747,150 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     was_training = model.training
     model.eval()  # in training mode checkpointing drops the cache without a word: a token then sees only itself
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
-    cache = DynamicCache(config=model.config)
-    ids, attention = pad_left(prompts, model.device)                                 # (P, S) both
-    padded = not attention.all()
-    logits = next_logits(model, ids, attention, padded, cache)                       # a prompt is read once for its group
-    cache.batch_repeat_interleave(group_size)
-    ids, attention, logits = (x.repeat_interleave(group_size, 0) for x in (ids, attention, logits))
-    prompt_lengths, completions = attention.sum(1), ids.new_zeros(len(ids), max_new_tokens)
-    rows = torch.arange(len(ids), device=model.device)                               # the rows still being written
-    running = torch.ones_like(rows, dtype=torch.bool)
-    for t in range(max_new_tokens):
-        if temperature == 0:
-            token = logits.argmax(-1)
-        else:
-            token = torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(1)
-        completions[rows, t] = token
-        running &= ~torch.isin(token, stop)
-        if t % 4 == 3 and running.float().mean() < 0.75:  # looking stalls the GPU: not at every token
-            if not running.any():
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)                # (P,)
+    S, grain = max(map(len, prompts)), GRAIN[model.device.type]
+    room = -(-(S + max_new_tokens) // grain) * grain
+    ids = torch.tensor([prompt + [0] * (room - len(prompt)) for prompt in prompts], device=model.device)
+    rows = Rows(ids.repeat_interleave(group_size, 0), (lengths - 1).repeat_interleave(group_size))  # N of them
+    with torch.compiler.set_stance("force_eager"):  # --compile is for shapes that come back
+        logits = rows.read(model, ids[:, :S], lengths)                               # (P, V)
+    rows.write(logits.repeat_interleave(group_size, 0), temperature, stop)
+    step = None
+    for t in range(1, max_new_tokens):
+        if t % 4 == 0 and rows.running.float().mean() < 0.75:  # looking stalls the GPU: not at every token
+            if not rows.running.any():
                 break
-            keep = running.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
-            rows, running, token, attention = rows[keep], running[keep], token[keep], attention[keep]
-        if t + 1 < max_new_tokens:
-            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
-            logits = next_logits(model, token[:, None], attention, padded, cache)
+            rows.keep(rows.running.nonzero().squeeze(1))
+            step = None
+        if step is None or rows.width < S + t:
+            rows.width = min(room, -(-(S + t) // grain) * grain)
+            step = Replay(lambda: getattr(model, "decode", decode)(model, rows, temperature, stop), model)
+        step()
     model.train(was_training)
-    return as_rollout(ids, prompt_lengths, completions, stop, tokenizer)
+    return as_rollout(rows.ids, lengths.repeat_interleave(group_size), max_new_tokens, stop, tokenizer)
 
 
-def pad_left(prompts, device):
-    """P lists of token ids -> ids and attention, (P, S) both, so that all prompts end in the same column."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return ids, (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+def decode(model, rows, temperature, stop):
+    """Read each row's last token and write the next. All on the device: no size depends on a value, so that a CUDA graph
+    can hold it."""
+    rows.write(rows.next_logits(model), temperature, stop)
 
 
-def next_logits(model, ids, attention, padded, cache):
-    """Feed new ids (B, S) behind what the cache holds; logits of the token to come, (B, V) float32."""
-    positions = (attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-    mask = attention if padded else None  # without a mask the fast attention kernels apply
-    output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                              use_cache=True)
-    return head_logits(output.last_hidden_state[:, -1], model.get_output_embeddings().weight)
+class Rows:
+    """Completions being written: their ids, and the keys and values of every position that was read.
+
+    Row i's token at position p has its keys and values at [i, p] of a (N, room, heads, D) tensor for each layer: rows of
+    different lengths stand side by side, and no prompt is padded on the left. The model takes it as its cache.
+    """
+    def __init__(self, ids, position):
+        self.ids, self.position = ids, position  # (N, room), (N,): what is written, and where each row's last token is
+        self.running = torch.ones_like(position, dtype=torch.bool)
+        self.place = torch.arange(len(ids), device=ids.device)  # (n,) of the n rows not yet dropped, their rows of ids
+        self.index = self.place.clone()  # (n,) and their rows of the cache
+        self.layers, self.width = [], None
+
+    def read(self, model, ids, lengths):
+        """Read the prompts (P, S), each the same for all of its group; logits of the token after each, (P, V)."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        hidden = self.forward(model, ids, positions, ids.shape[1])                   # (P, S, H)
+        last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return head_logits(last, model.get_output_embeddings().weight)
+
+    def next_logits(self, model):
+        """Read the last token of every row; logits of the token to come, (n, V)."""
+        ids, position = self.ids[self.place, self.position][:, None], self.position[:, None]
+        return head_logits(self.forward(model, ids, position, self.width)[:, 0], model.get_output_embeddings().weight)
+
+    def forward(self, model, ids, positions, width):
+        """Hidden states of new ids (B, S) at `positions`, which see what is at or before them among the first `width`."""
+        column = torch.arange(width, device=ids.device)
+        seen = (column <= positions[..., None])[:, None]                             # (B, 1, S, width)
+        window = getattr(model.config, "sliding_window", None)
+        near = seen & (column > positions[..., None] - window)[:, None] if window else seen
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        mask = {"full_attention": seen, "sliding_attention": near} if len(kinds) > 1 else \
+            seen if kinds == {"full_attention"} else near
+        return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self,
+                                use_cache=True).last_hidden_state
+
+    def update(self, keys, values, layer, *_):
+        """Called by every attention layer with its new keys and values, (B, heads, S, D): keep them, return what to attend
+        to. The first call of a layer brings the prompts', kept for each row of their groups."""
+        if layer == len(self.layers):
+            N, room = self.ids.shape
+            self.layers.append([new.new_zeros(N, room, new.shape[1], new.shape[3]) for new in (keys, values)])
+            for kept, new in zip(self.layers[layer], (keys, values)):
+                kept[:, :new.shape[2]] = new.transpose(1, 2).repeat_interleave(N // len(new), 0)
+            return keys, values
+        for kept, new in zip(self.layers[layer], (keys, values)):
+            kept[self.index, self.position] = new[:, :, 0]
+        return [kept[:len(keys), :self.width].transpose(1, 2) for kept in self.layers[layer]]
+
+    def write(self, logits, temperature, stop):
+        """Draw a token from each row's logits (n, V) and put it behind the row."""
+        if temperature > 0:  # adding Gumbel noise to logits makes their argmax a draw from their softmax
+            logits = logits / temperature - torch.rand_like(logits).log_().neg_().log_()
+        token = logits.argmax(-1)
+        self.position += 1
+        self.ids[self.place, self.position] = token
+        self.running &= (token[:, None] != stop).all(1)
+
+    def keep(self, rows):
+        """Go on with these of the n rows only; the cache closes up."""
+        self.place, self.position, self.running = self.place[rows], self.position[rows], self.running[rows]
+        self.index = self.index[:len(rows)]
+        for kept in itertools.chain.from_iterable(self.layers):
+            kept[:len(rows)] = kept[rows]
 
 
-def as_rollout(prompt_ids, prompt_lengths, completions, stop, tokenizer):
-    """Cut completions (N, T) after their first stop token, move prompts (N, S) from left to right padding, decode."""
-    stopped = torch.isin(completions, stop)
-    mask = stopped.cumsum(-1) - stopped.long() == 0  # nothing stopped before: the first stop token itself is kept
-    lengths = mask.sum(-1)
-    both = torch.cat([prompt_ids, completions], 1)
-    column = torch.arange(both.shape[1], device=both.device)
-    attention = (column < (prompt_lengths + lengths)[:, None]).long()
-    shift = (prompt_ids.shape[1] - prompt_lengths)[:, None]                          # (N, 1) padding before the prompt
-    ids = both.gather(1, (column + shift).clamp(max=both.shape[1] - 1)) * attention
-    longest, T = attention.sum(-1).max(), lengths.max()
-    kept = [row[:n] for row, n in zip(completions.tolist(), lengths.tolist())]
-    texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
-    return {"ids": ids[:, :longest], "attention": attention[:, :longest], "mask": mask[:, :T].float(),
-            "finished": (stopped & mask).any(-1), "texts": texts}
+def attention(module, query, key, value, mask, scaling=None, **settings):
+    """transformers' sdpa, except that for one masked query a row, as in decoding, it would copy keys and values once for each
+    of the query heads that share them: these are made queries of one head instead."""
+    B, heads, S, D = query.shape
+    if S > 1 or mask is None or heads == key.shape[1]:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **settings)
+    query = query.reshape(B, key.shape[1], -1, D)                                    # (B, key heads, queries a head, D)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(B, 1, heads, -1), None
+
+
+AttentionInterface.register("sdpa_grouped", attention)
+AttentionMaskInterface.register("sdpa_grouped", sdpa_mask)  # a name without a mask function would get no mask at all
+
+
+class Replay:
+    """Calls `step`. On a GPU the second call records its kernels as a CUDA graph, which later calls replay; the first lets
+    libraries set themselves up, which must not be recorded."""
+    def __init__(self, step, model):
+        self.step, self.graph, self.calls = step, None, 0
+        self.enabled = getattr(model, "cuda_graphs", model.device.type == "cuda")
+
+    def __call__(self):
+        self.calls += 1
+        if self.enabled and self.calls == 2:
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(self.graph):
+                    self.step()
+            except RuntimeError as error:
+                fail(f"--cuda_graphs: this model's decoding cannot be recorded, give --no-cuda_graphs: {first_line(error)}")
+        self.graph.replay() if self.graph else self.step()
+
+
+def as_rollout(ids, prompt_lengths, max_new_tokens, stop, tokenizer):
+    """Prompts with their completions (N, room) -> a rollout: completions end after their first stop token, the texts are
+    decoded."""
+    column = torch.arange(ids.shape[1], device=ids.device)
+    written = (column >= prompt_lengths[:, None]) & (column < prompt_lengths[:, None] + max_new_tokens)
+    stopped = written & torch.isin(ids, stop)
+    before = stopped.cumsum(-1) - stopped.long() == 0  # nothing stopped before: the first stop token itself is kept
+    attention = (before & (column < prompt_lengths[:, None] + max_new_tokens)).long()
+    ends = attention.sum(-1)
+    n = ends - prompt_lengths
+    kept = [row[end - length:end] for row, end, length in zip(ids.tolist(), ends.tolist(), n.tolist())]
+    return {"ids": (ids * attention)[:, :ends.max()], "attention": attention[:, :ends.max()],
+            "mask": (torch.arange(n.max(), device=ids.device) < n[:, None]).float(),
+            "finished": (stopped & before).any(-1), "texts": tokenizer.batch_decode(kept, skip_special_tokens=True)}
 
 
 def evaluate(policy, tokenizer, problems, reward, args):
@@ -834,20 +950,25 @@ def token_values(model, batch):
 def completion_states(model, batch):
     """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states that predict them (M, H), and
     their ids (M,). A token is predicted one position before its own: the one shifted index of the repository."""
-    row, t = batch["mask"].nonzero(as_tuple=True)
-    prompt_lengths = batch["attention"].sum(-1) - batch["mask"].sum(-1).long()
-    position = prompt_lengths[row] + t
+    lengths, ends = batch["mask"].sum(-1).long(), batch["attention"].sum(-1)         # (N,) both
+    row = torch.repeat_interleave(lengths, output_size=batch.get("tokens"))          # (M,) M given: no need to wait and see
+    t = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
+    position = (ends - lengths)[row] + t
     # Causal attention never looks right: padding there needs no mask, and without one the flash kernel applies.
     hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state            # (N, L, H)
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 
-def head_logits(hidden, weight):
-    """(M, H), (V, H) -> (M, V), float32 or wider. Products of bfloat16 are summed and kept in float32: logits rounded
-    to bfloat16 would move log-probs by up to 0.07."""
+def head_logits(hidden, weight, temperature=1.0):
+    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V), float32 or wider. Products of bfloat16 are summed and kept
+    in float32: logits rounded to bfloat16 would move log-probs by up to 0.07."""
     if hidden.dtype != torch.bfloat16:
-        return hidden @ weight.T
-    return torch.mm(hidden, weight.T, out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().T
+        logits = hidden @ weight.T
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = hidden.float() @ weight.float().T
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -864,7 +985,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         logp, logz, entropy = [], [], []
         C = ChunkedLogProbs.CHUNK * (4 if hidden.is_cuda else 1)  # a GPU wants larger products to be busy
         for h, chosen in zip(hidden.split(C), target.split(C)):
-            z = head_logits(h, weight).div_(temperature)                             # (C, V)
+            z = head_logits(h, weight, temperature)                                  # (C, V)
             top = z.amax(-1, keepdim=True)
             chosen = z.sub_(top).gather(1, chosen[:, None]).squeeze(1)               # (C,)
             e = z.exp() if with_entropy else z.exp_()
@@ -887,7 +1008,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=logz.dtype)
         C = ChunkedLogProbs.CHUNK * (4 if hidden.is_cuda else 1)  # a GPU wants larger products to be busy
         for c in (slice(start, start + C) for start in range(0, len(hidden), C)):
-            z = head_logits(hidden[c], weight).div_(ctx.temperature).sub_(logz[c, None]).exp_()     # (C, V) softmax
+            z = head_logits(hidden[c], weight, ctx.temperature).sub_(logz[c, None]).exp_()          # (C, V) softmax
             z.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])   # (C, V) gradient of the logits
             z = z.to(weight.dtype)
             grad_hidden[c] = z @ weight
@@ -907,7 +1028,8 @@ def micro_batches(batch, tokens):
 
     Rows are sorted by length, the longest first. A micro-batch ends before its budget does where the next row would make
     more than 8 % of it padding, unless that is less than 128 positions: then another forward would cost more. Each is
-    trimmed to its longest row and carries `row`, its rows' places in `batch`. A row over the budget is alone.
+    trimmed to its longest row and carries `row`, its rows' places in `batch`, and `tokens`, the int sum of its mask (so that
+    nobody has to ask the GPU). A row over the budget is alone.
     """
     lengths, order = batch["attention"].sum(-1).sort(descending=True)
     lengths, completions, begin = lengths.tolist(), batch["mask"].sum(-1).long()[order].tolist(), 0
@@ -921,15 +1043,16 @@ def micro_batches(batch, tokens):
         T = max(completions[begin:end])
         part = select(batch, order[begin:end]) | {"row": order[begin:end]}
         yield {name: value[:, :L] if name in ("ids", "attention") else value[:, :T] if value.dim() == 2 else value
-               for name, value in part.items()}
+               for name, value in part.items()} | {"tokens": sum(completions[begin:end])}
         begin = end
 
 
 def minibatches(rollout, count, group_size):
-    """Deal the groups of a rollout out at random into `count` parts, as even as can be: groups stay whole."""
+    """Cut a rollout into `count` parts, as even as can be, that keep groups whole. Its prompts were drawn at random, so
+    there is no need to shuffle; each part carries `row`, its rows' places in the rollout."""
     groups = torch.arange(len(rollout["ids"]), device=rollout["ids"].device).view(-1, group_size)
-    for part in groups[torch.randperm(len(groups))].tensor_split(count):
-        yield select(rollout, part.flatten())
+    for part in groups.tensor_split(count):
+        yield select(rollout, part.flatten()) | {"row": part.flatten()}
 
 
 def select(batch, rows):
@@ -938,16 +1061,21 @@ def select(batch, rows):
 
 
 @torch.no_grad()
-def score_rows(function, rollout, tokens):
+def score_rows(function, rollout, args):
     """Run `function` (micro-batch -> tensor or tensors (n, t)) over a rollout without gradient; put the rows back in
-    place. Returns a list of (N, T) tensors."""
+    place. Returns a list of (N, T) tensors.
+
+    The rollout is cut as the update cuts it: in bfloat16 a row's log-probs depend on what it shares a micro-batch with,
+    by more than GSPO's window is wide, and old and new ones shall differ by what was learnt and nothing else.
+    """
     whole = None
-    for batch in micro_batches(rollout, tokens):
-        values = function(batch)
-        values = values if isinstance(values, tuple) else (values,)
-        whole = whole or [value.new_zeros(rollout["mask"].shape) for value in values]
-        for target, value in zip(whole, values):
-            target[batch["row"], :value.shape[1]] = value
+    for part in minibatches(rollout, args.minibatches, args.group_size):
+        for batch in micro_batches(part, args.micro_batch_tokens):
+            values = function(batch)
+            values = values if isinstance(values, tuple) else (values,)
+            whole = whole or [value.new_zeros(rollout["mask"].shape) for value in values]
+            for target, value in zip(whole, values):
+                target[part["row"][batch["row"]], :value.shape[1]] = value
     return whole
 
 
@@ -1008,17 +1136,22 @@ class Optimizer:
         self.lr, self.warmup_steps, self.max_grad_norm = lr, args.warmup_steps, args.max_grad_norm
         self.taken, self.skipped, self.in_a_row = 0, 0, 0
         self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [w if w.dtype == torch.float32 else w.detach().float() for w in self.weights]
-        for weight, master in zip(self.weights, self.masters):
-            if master is not weight:
-                weight.register_post_accumulate_grad_hook(lambda weight, master=master: self.collect(weight, master))
+        self.away = args.offload_optimizer  # masters and moments live in host memory
+        homes = [torch.device("cpu") if self.away else weight.device for weight in self.weights]
+        self.masters = [w if (w.dtype, w.device) == (torch.float32, home) else w.detach().to(home, torch.float32)
+                        for w, home in zip(self.weights, homes)]
+        self.gradients = [None] * len(self.weights)  # float32, where the weights are
+        for i, weight in enumerate(self.weights):
+            weight.register_post_accumulate_grad_hook(lambda weight, i=i: self.collect(i, weight))
         # betas as in most language model training: torch's 0.999 remembers longer than a short run lasts
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0, fused=True)
 
-    @staticmethod
-    def collect(weight, master):
-        """Move a finished gradient to the master."""
-        master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+    def collect(self, i, weight):
+        """Add a finished gradient to the sum of weight i, and free it."""
+        if self.gradients[i] is None:
+            self.gradients[i] = weight.grad.float()
+        else:
+            self.gradients[i] += weight.grad
         weight.grad = None
 
     def step(self, prefix=""):
@@ -1026,18 +1159,28 @@ class Optimizer:
 
         A step with a gradient that is not finite is skipped whole, moments and schedule included.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm).item()
+        norm = torch.nn.utils.get_total_norm([g for g in self.gradients if g is not None]).item()
         if math.isfinite(norm):
             self.taken, self.in_a_row = self.taken + 1, 0
             self.adamw.param_groups[0]["lr"] = self.lr * min(1.0, self.taken / max(1, self.warmup_steps))
-            self.adamw.step()
+            scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
+            for i, master in enumerate(self.masters):
+                if self.gradients[i] is not None:
+                    master.grad = self.gradients[i].mul_(scale).to(master.device)
+                    if self.away:  # one at a time: a whole gradient in host memory would be a third more there
+                        self.adamw.step()
+                        master.grad = None
+            if not self.away:
+                self.adamw.step()
             for weight, master in zip(self.weights, self.masters):
-                weight.data.copy_(master)  # rounds to bfloat16; nothing to do where they are one
+                if master is not weight:
+                    weight.data.copy_(master.to(weight.dtype))  # rounds to bfloat16
         else:
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
             if self.in_a_row == self.PATIENCE:
                 fail(f"the gradient was not finite {self.PATIENCE} steps in a row: lower --lr and --resume", 1)
         self.adamw.zero_grad(set_to_none=True)
+        self.gradients = [None] * len(self.weights)
         skipped = {prefix + "skipped": (0.0 if math.isfinite(norm) else 1.0, 1)}
         return skipped | ({prefix + "grad_norm": (norm, 1)} if math.isfinite(norm) else {})
 
@@ -1214,8 +1357,9 @@ def held_bytes(models, optimizers):
         return sum(t.numel() * t.element_size() for t in tensors) / models["policy"].num_parameters()
     held = {f"{name} weights": size(model.parameters()) for name, model in models.items() if hasattr(model, "parameters")}
     for name, o in optimizers.items():
-        held[f"{name} masters"] = size(master for weight, master in zip(o.weights, o.masters) if master is not weight)
-        held[f"{name} moments"] = size(t for state in o.adamw.state.values() for t in state.values() if t.dim() > 0)
+        where = " in host memory" if o.away else ""
+        held[f"{name} masters{where}"] = size(master for weight, master in zip(o.weights, o.masters) if master is not weight)
+        held[f"{name} moments{where}"] = size(t for state in o.adamw.state.values() for t in state.values() if t.dim() > 0)
     return {name: size for name, size in held.items() if size}
 
 

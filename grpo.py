@@ -101,10 +101,10 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     asked = [p for p in problems for _ in range(args.group_size)]                    # row i answers asked[i]
     rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)           # (N,)
     rollout["old_logp"], entropy = common.score_rows(
-        lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args.micro_batch_tokens)
+        lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args)
     if reference is not None:
         rollout["ref_logp"], = common.score_rows(
-            lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args.micro_batch_tokens)
+            lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args)
     rollout["adv"] = group_advantages(rollout["rewards"], args.group_size)           # (N,)
     return rollout, common.rollout_stats(rollout, entropy, args.group_size, seconds)
 

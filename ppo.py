@@ -132,13 +132,13 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     asked = [p for p in problems for _ in range(args.group_size)]                    # row i answers asked[i]
     rollout["rewards"] = reward(asked, rollout["texts"]).to(policy.device)           # (N,)
     rollout["old_logp"], entropy = common.score_rows(
-        lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args.micro_batch_tokens)
+        lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args)
     stats, mask = common.rollout_stats(rollout, entropy, args.group_size, seconds), rollout["mask"]
     if reference is not None:
         rollout["ref_logp"], = common.score_rows(
-            lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args.micro_batch_tokens)
+            lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args)
         stats["kl"] = ((rollout["old_logp"] - rollout["ref_logp"]).sum() / mask.sum()).item()
-    rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args.micro_batch_tokens)
+    rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args)
     rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
     to_go, _ = gae(rewards, 0 * rollout["values"], mask, args.gamma, 1.0)            # (N, T) what came, without V

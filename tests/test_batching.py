@@ -82,33 +82,32 @@ def test_the_gradient_does_not_depend_on_the_cut(family):
 
 @pytest.mark.parametrize("P, G, count", [(6, 4, 3), (7, 3, 4), (5, 1, 5), (8, 2, 1)])
 def test_minibatches_keep_groups_whole(P, G, count):
-    """Trap 7: every row once a pass, uneven parts included; no group is torn; passes are dealt out differently."""
-    rollout = random_batch(P * G) | {"place": torch.arange(P * G), "rewards": torch.arange(P * G).float(), "texts": ["x"] * P * G}
-    passes = []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        parts = list(common.minibatches(rollout, count, G))
-        assert len(parts) == count and max(len(p["ids"]) for p in parts) - min(len(p["ids"]) for p in parts) <= G
-        for part in parts:
-            assert torch.equal(part["rewards"], part["place"].float()) and torch.equal(part["ids"], rollout["ids"][part["place"]])
-            groups = part["place"].view(-1, G)
-            assert torch.equal(groups, groups[:, :1] // G * G + torch.arange(G)) and (groups[:, 0] % G == 0).all()
-        passes.append(sum([part["place"].tolist() for part in parts], []))
-        assert sorted(passes[-1]) == list(range(P * G))
-    assert len(set(map(tuple, passes))) > 1
+    """Trap 7: every row once a pass, uneven parts included; no group is torn."""
+    rollout = random_batch(P * G) | {"rewards": torch.arange(P * G).float(), "texts": ["x"] * P * G}
+    parts = list(common.minibatches(rollout, count, G))
+    assert len(parts) == count and max(len(p["ids"]) for p in parts) - min(len(p["ids"]) for p in parts) <= G
+    for part in parts:
+        assert torch.equal(part["rewards"], part["row"].float()) and torch.equal(part["ids"], rollout["ids"][part["row"]])
+        groups = part["row"].view(-1, G)
+        assert torch.equal(groups, groups[:, :1] // G * G + torch.arange(G)) and (groups[:, 0] % G == 0).all()
+    assert sorted(sum([part["row"].tolist() for part in parts], [])) == list(range(P * G))
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_score_rows_puts_rows_back_in_place(tokens):
     """Micro-batches come sorted by length; their results do not: row i of the answer is row i's, 0 where it was trimmed."""
-    rollout = random_batch(17, seed=3)
-    rollout["token"] = rollout["mask"] * torch.rand(rollout["mask"].shape)
-    result = common.score_rows(lambda b: (b["token"] * 2, b["token"] + b["row"][:, None] * b["mask"]), rollout, tokens)
+    rollout, args = random_batch(18, seed=3), argparse.Namespace(minibatches=4, group_size=2, micro_batch_tokens=tokens)
+    rollout["token"], rollout["place"] = rollout["mask"] * torch.rand(rollout["mask"].shape), torch.arange(18)
+    result = common.score_rows(lambda b: (b["token"] * 2, b["token"] + b["place"][:, None] * b["mask"]), rollout, args)
     assert torch.equal(result[0], rollout["token"] * 2)
-    assert torch.equal(result[1], rollout["token"] + torch.arange(17)[:, None] * rollout["mask"])
+    assert torch.equal(result[1], rollout["token"] + torch.arange(18)[:, None] * rollout["mask"])
     weight = torch.ones(1, requires_grad=True)
-    one, = common.score_rows(lambda b: b["token"] * weight, rollout, tokens)
+    one, = common.score_rows(lambda b: b["token"] * weight, rollout, args)
     assert torch.equal(one, rollout["token"]) and not one.requires_grad
+    seen = []
+    common.score_rows(lambda b: (seen.append(b["place"].tolist()), b["token"])[1], rollout, args)
+    cut = [b["place"].tolist() for part in common.minibatches(rollout, 4, 2) for b in common.micro_batches(part, tokens)]
+    assert seen == cut  # as the update cuts it
 
 
 def test_statistics_are_weighted_by_their_counts():
@@ -159,8 +158,9 @@ class Weights(torch.nn.Module):
         sum((w * g.to(w.dtype)).sum() for w, g in zip(self.w, gradients)).backward()
 
 
-def optimizer(model, lr=0.01, warmup_steps=0, max_grad_norm=float("inf")):
-    return common.Optimizer(model, lr, argparse.Namespace(warmup_steps=warmup_steps, max_grad_norm=max_grad_norm))
+def optimizer(model, lr=0.01, warmup_steps=0, max_grad_norm=float("inf"), offload=False):
+    return common.Optimizer(model, lr, argparse.Namespace(
+        warmup_steps=warmup_steps, max_grad_norm=max_grad_norm, offload_optimizer=offload))
 
 
 def draws(seed, *shapes):
@@ -168,11 +168,12 @@ def draws(seed, *shapes):
     return [torch.randn(shape, generator=g) for shape in shapes]
 
 
-def test_equals_adamw_with_warm_up_and_clipping():
+@pytest.mark.parametrize("offload", [False, True])
+def test_equals_adamw_with_warm_up_and_clipping(offload):
     """Against torch's AdamW in float32, its lr raised linearly over 5 steps, its gradients clipped to norm 1 over all
     weights together; the reported norm is the one before clipping."""
     ours, theirs = (Weights(*draws(0, (7, 3), (5,))) for _ in range(2))
-    mine = optimizer(ours, 0.02, warmup_steps=5, max_grad_norm=1.0)
+    mine = optimizer(ours, 0.02, warmup_steps=5, max_grad_norm=1.0, offload=offload)
     group = mine.adamw.param_groups[0]
     assert group["weight_decay"] == 0
     adamw = torch.optim.AdamW(theirs.parameters(), lr=0.02, betas=group["betas"], eps=group["eps"], weight_decay=0.0)
@@ -189,6 +190,22 @@ def test_equals_adamw_with_warm_up_and_clipping():
         for a, b in zip(ours.w, theirs.w):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
             assert a.grad is None or not a.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_in_host_memory_take_the_same_steps(dtype):
+    """--offload_optimizer changes where they are and nothing else: the weights' bits are those of a run without; a weight
+    that got no gradient stays as it was."""
+    models = [Weights(*(x.to(dtype) for x in draws(0, (6, 4), (5,), (3,)))) for _ in range(2)]
+    runs = [optimizer(model, 0.01, 3, 1.0, offload) for model, offload in zip(models, (False, True))]
+    for step in range(5):
+        for model, run in zip(models, runs):
+            for part in range(2):
+                model.backward(*draws(10 * step + part, (6, 4), (5,)))
+            run.step()
+    for a, b, start in zip(*(model.w for model in models), draws(0, (6, 4), (5,), (3,))):
+        assert torch.equal(a, b) and torch.equal(a, start.to(dtype)) == (a.shape == (3,)) and a.grad is None
+    assert all(m.device.type == "cpu" and m.dtype == torch.float32 and m.grad is None for m in runs[1].masters)
 
 
 def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6():
@@ -282,7 +299,8 @@ def test_saved_and_loaded_it_goes_on_bit_equal(dtype, tmp_path):
 def test_the_reference_shares_nothing_with_the_policy(tmp_path, dtype):
     """Trap 33: no storage in common, no gradient, evaluation mode; training the policy leaves the reference's bits alone,
     and load_state_dict makes it the policy's equal."""
-    args = argparse.Namespace(model=save_tiny(tmp_path, "qwen3", head_dim=8), dtype=dtype, device="cpu", resume=False, out=str(tmp_path))
+    args = argparse.Namespace(model=save_tiny(tmp_path, "qwen3", head_dim=8), dtype=dtype, device="cpu", compile=False, resume=False,
+                              out=str(tmp_path))
     policy, reference = common.load_model(common.AutoModelForCausalLM, args.model, args, "--model"), common.load_reference(args)
     before = {name: w.clone() for name, w in reference.state_dict().items()}
     assert not {p.data_ptr() for p in policy.parameters()} & {p.data_ptr() for p in reference.parameters()}
@@ -306,10 +324,10 @@ def test_every_trained_weight_has_a_master_once():
     mine, batch = optimizer(model), random_batch(6)
     assert len(mine.masters) == len(list(model.parameters())) - 1
     common.token_logprobs(model, batch, 1.0).sum().backward()
-    assert all(m.grad is not None and m.grad.dtype == torch.float32 for m in mine.masters) and frozen.grad is None
+    assert all(g is not None and g.dtype == torch.float32 for g in mine.gradients) and frozen.grad is None
     names = collections.Counter(id(w) for w in mine.weights)
     assert max(names.values()) == 1 and model.lm_head.weight is model.model.embed_tokens.weight
     exact = tiny_model("qwen2", dtype=torch.bfloat16, tie_word_embeddings=True).double()
     common.token_logprobs(exact, batch, 1.0).sum().backward()
-    ours, theirs = mine.masters[0].grad.double(), exact.lm_head.weight.grad
+    ours, theirs = mine.gradients[0].double(), exact.lm_head.weight.grad
     assert (ours - theirs).norm() / theirs.norm() < 0.05

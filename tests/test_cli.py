@@ -736,15 +736,18 @@ def test_every_shared_flag_changes_what_is_learned(script, spread):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_memory_flags_change_neither_weights_nor_metrics(script, spread, monkeypatch):
-    """--gradient_checkpointing and --micro_batch_tokens are about memory: the result is that of the plain run."""
-    calls = spy(monkeypatch, SCRIPTS[script], "update")
+    """--gradient_checkpointing, --micro_batch_tokens, --offload_optimizer, --compile and --no-cuda_graphs are about memory and
+    speed: the result is that of the plain run. (The compiler is stood in for here; the real one runs in test_sampling.py.)"""
+    calls, compiled, compiler = spy(monkeypatch, SCRIPTS[script], "update"), [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **settings: compiled.append(f) or compiler(f, **settings, backend="eager"))
     runs = {"whole": "--no-gradient_checkpointing --micro_batch_tokens 100000", "cut": "--micro_batch_tokens 1",
-            "again": "--gradient_checkpointing"}
+            "again": "--gradient_checkpointing", "away": "--offload_optimizer --no-cuda_graphs", "fast": "--compile --cuda_graphs"}
     base = "--steps 2 --prompts 4 --max_new_tokens 6 --beta 0.1 --minibatches 2 --lr 0.001"
     rows = {name: train(script, f"{base} {flags}", out=name)[-1] for name, flags in runs.items()}
-    assert [call.policy.is_gradient_checkpointing for call in calls[::2]] == [False, False, True]
+    assert [call.policy.is_gradient_checkpointing for call in calls[::2]] == [False, False, True, False, False]
+    assert common.decode in compiled and len(compiled) > 2
     weights = {name: load_file(newest(name) / "model.safetensors") for name in runs}
-    for name in ("cut", "again"):
+    for name in ("cut", "again", "away", "fast"):
         for key, value in weights["whole"].items():
             torch.testing.assert_close(weights[name][key], value, rtol=1e-3, atol=3e-5)
         for key in "reward completion_length truncated entropy kl clip_frac ratio_max grad_norm zero_variance_groups".split():

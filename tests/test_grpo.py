@@ -450,7 +450,7 @@ def test_later_passes_are_off_policy():
     """Trap 28: in the second pass the ratio is against the rollout's policy, so it leaves 1 and the clip binds."""
     model = tiny_model()
     rollout, _, _, args = collect(model, [1.0, 0, 0, 1, 1, 1, 0, 1], beta=0.0, epochs=3)
-    optimizer = common.Optimizer(model, 0.02, argparse.Namespace(warmup_steps=0, max_grad_norm=1.0))
+    optimizer = common.Optimizer(model, 0.02, argparse.Namespace(warmup_steps=0, max_grad_norm=1.0, offload_optimizer=False))
     stats = grpo.update(model, optimizer, rollout, args)
     assert stats["ratio_max"] > 1.2 and stats["clip_frac"] > 0.05
 

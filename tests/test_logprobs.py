@@ -106,7 +106,7 @@ def test_a_row_without_completion_or_a_batch_without_tokens():
 def test_only_completion_tokens_reach_the_head(monkeypatch):
     """Trap 14: no logits for prompts and padding; as many rows go through the head as the mask has ones."""
     model, batch, rows, head = tiny_model(), random_batch(6, prompt=(20, 30), completion=(1, 8)), [], common.head_logits
-    monkeypatch.setattr(common, "head_logits", lambda hidden, weight: rows.append(len(hidden)) or head(hidden, weight))
+    monkeypatch.setattr(common, "head_logits", lambda hidden, *rest: rows.append(len(hidden)) or head(hidden, *rest))
     common.token_logprobs(model, batch, 1.0)
     assert sum(rows) == batch["mask"].sum()
 
@@ -116,11 +116,11 @@ def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
     """Trap 11: dropout in the config is switched off, so old log-probs (no gradient, other micro-batches) equal the new ones
     (training mode, with gradient) to 1e-6 in float32."""
     rates = dict(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5) if family == "gpt2" else dict(attention_dropout=0.5)
-    args = argparse.Namespace(dtype="float32", device="cpu")
+    args = argparse.Namespace(dtype="float32", device="cpu", compile=False, minibatches=2, group_size=3, micro_batch_tokens=cut)
     source, batch = save_tiny(tmp_path, family, **rates), random_batch(12, seed=5)
     model = common.load_model(common.AutoModelForCausalLM, source, args, "--model")
     assert model.training
-    old, = common.score_rows(lambda b: common.token_logprobs(model, b, T), batch, cut)
+    old, = common.score_rows(lambda b: common.token_logprobs(model, b, T), batch, args)
     assert not old.requires_grad
     new = common.token_logprobs(model, batch, T)
     assert ((new - old).exp() - 1).abs().max() < 1e-6

@@ -17,8 +17,12 @@ FAULTS = [  # file, what stands there, what is planted, the tests that must turn
     ("ppo.py", "last = mask.sum(1).long() - 1", "last = torch.full_like(mask[:, 0], mask.shape[1] - 1).long()", "test_ppo.py"),
     ("ppo.py", "torch.max((values - returns) ** 2,", "torch.min((values - returns) ** 2,", "test_ppo.py"),
     ("common.py", "hidden[row, position - 1], batch", "hidden[row, position], batch", "test_logprobs.py"),
-    ("common.py", "mask = stopped.cumsum(-1) - stopped.long() == 0", "mask = stopped.cumsum(-1) == 0", "test_sampling.py"),
-    ("common.py", "[w if w.dtype == torch.float32 else w.detach().float()", "[w if True else w.detach().float()", "test_batching.py"),
+    ("common.py", "before = stopped.cumsum(-1) - stopped.long() == 0", "before = stopped.cumsum(-1) == 0", "test_sampling.py"),
+    ("common.py", "self.position += 1", "self.position = self.position + 1", "test_sampling.py"),  # a recorded graph writes elsewhere
+    ("common.py", "(column > positions[..., None] - window)[:, None] if", "seen if", "test_sampling.py"),
+    ("common.py", "kept[:len(rows)] = kept[rows]", "kept[:len(rows)] = kept[:len(rows)]", "test_sampling.py"),
+    ("common.py", "in minibatches(rollout, args.minibatches,", "in minibatches(rollout, 1,", "test_gspo.py"),
+    ("common.py", "[w if (w.dtype, w.device) == (torch.float32, home) else", "[w if True else", "test_batching.py"),
     ("common.py", "torch.manual_seed(self.args.seed * 1_000_003 + step)", "pass", "test_cli.py"),
 ]
 

@@ -610,7 +610,7 @@ def test_the_critic_learns():
     args, losses, explained = settings(minibatches=2, epochs=2, warmup_steps=0), [], []
     optimizers = {"policy": common.Optimizer(parts[0], 1e-3, args), "value": common.Optimizer(parts[2], 1e-2, args)}
     for _ in range(12):  # rollouts: the old values follow, so that the value clip lets go
-        rollout["values"], = common.score_rows(lambda b: common.token_values(parts[2], b), rollout, 10**6)
+        rollout["values"], = common.score_rows(lambda b: common.token_values(parts[2], b), rollout, args)
         explained.append(common.explained_variance(rollout["values"], returns, mask))
         losses.append(ppo.update(parts[0], parts[2], optimizers, rollout, args)["value_loss"])
     assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.8 and max(explained) <= 1

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
-from conftest import make_batch, save_tiny, tiny_model, tiny_tokenizer
+import transformers
+from conftest import make_batch, random_batch, save_tiny, tiny_model, tiny_tokenizer
 
 import common
 
 PROMPTS = [[5, 6, 7], [9], [1, 0, 8, 3, 3, 2], [4, 1], [60, 61, 62, 63], [10], [20, 21], [0]]  # eos and padding ids among them
+ARGS = argparse.Namespace(dtype="float32", device="cpu", compile=False)
 
 
 def as_lists(rollout):
@@ -38,9 +40,8 @@ def check_layout(rollout, prompts):
 def test_completions_are_cut_after_their_first_stop_token(pad):
     """Traps 1, 2, 3: with padding = eos too, the first eos has mask 1, what follows has none; an eos id in the prompt is
     prompt; a second stop id ends a completion as well; a truncated one is not finished."""
-    prompt_ids = torch.tensor([[0, 0, 7], [5, 1, 1], [0, 1, 0], [8, 9, 9]])
-    completions = torch.tensor([[3, 4, 1, 1, 6], [3, 4, 5, 6, 7], [1, 1, 1, 1, 1], [0, 3, 2, 1, 5]])
-    rollout = common.as_rollout(prompt_ids, torch.tensor([1, 3, 2, 3]), completions, torch.tensor([1, 2]), tiny_tokenizer(pad=pad))
+    ids = torch.tensor([[7, 3, 4, 1, 1, 6, 0, 0, 9], [5, 1, 1, 3, 4, 5, 6, 7, 1], [1, 0, 1, 1, 1, 1, 1, 0, 0], [8, 9, 9, 0, 3, 2, 1, 5, 0]])
+    rollout = common.as_rollout(ids, torch.tensor([1, 3, 2, 3]), 5, torch.tensor([1, 2]), tiny_tokenizer(pad=pad))
     assert as_lists(rollout) == ([[7, 3, 4, 1], [5, 1, 1, 3, 4, 5, 6, 7], [1, 0, 1], [8, 9, 9, 0, 3, 2]],
                                  [[3, 4, 1], [3, 4, 5, 6, 7], [1], [0, 3, 2]])
     assert rollout["mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]
@@ -51,8 +52,8 @@ def test_completions_are_cut_after_their_first_stop_token(pad):
 
 def test_a_stop_in_the_last_place_counts_as_finished():
     """Trap 40: a completion that ends on its last allowed token is not truncated; columns nobody uses are cut off."""
-    rollout = common.as_rollout(torch.tensor([[0, 4], [5, 5]]), torch.tensor([1, 2]),
-                                torch.tensor([[6, 7, 1, 0, 0], [1, 0, 0, 0, 0]]), torch.tensor([1]), tiny_tokenizer())
+    ids = torch.tensor([[4, 6, 7, 1, 0, 0, 0], [5, 5, 1, 0, 0, 0, 0]])
+    rollout = common.as_rollout(ids, torch.tensor([1, 2]), 5, torch.tensor([1]), tiny_tokenizer())
     assert rollout["ids"].shape == (2, 4) and rollout["mask"].shape == (2, 3) and rollout["finished"].all()
 
 
@@ -83,7 +84,7 @@ def greedy_loop(model, prompt, stops, T):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @torch.no_grad()
 def test_greedy_equals_a_loop_without_cache_and_padding(family, checkpointing):
-    """Traps 3, 4, 5, 12: ragged prompts padded on the left, rows that stop early and are dropped, in training mode with
+    """Traps 3, 4, 5, 12: ragged prompts, rows that stop early and are dropped, in training mode with
     gradient checkpointing: the ids are those of each row alone (GPT-2 needs its position ids for that)."""
     model, T = tiny_model(family, dtype=torch.float64, seed=3).eval(), 14
     free = [greedy_loop(model, p, [], T) for p in PROMPTS]
@@ -155,7 +156,7 @@ def test_samples_come_from_the_distribution_of_token_logprobs(family, temperatur
 def test_generation_config_is_ignored(tmp_path, setting):
     """Trap 9: whatever a model directory sets, samples come from the plain softmax, and the limit is the caller's."""
     path = save_tiny(tmp_path, generation=setting, vocab_size=48)
-    model = common.load_model(common.AutoModelForCausalLM, path, argparse.Namespace(dtype="float32", device="cpu"), "--model")
+    model = common.load_model(common.AutoModelForCausalLM, path, ARGS, "--model")
     assert all(getattr(model.generation_config, name) == value for name, value in setting.items())
     assert max(chi_square(model, [[3, 4, 4, 5, 6, 7, 8, 9]], 1, 1.0, draws=8000, vocab=48)) < 5
     assert common.generate(model, tiny_tokenizer(), [[3]] * 4, 4, 6)["mask"].shape[1] > 1
@@ -168,6 +169,151 @@ def test_sampling_depends_on_the_seed_alone():
         torch.manual_seed(seed)
         drawn.append(common.generate(model, tiny_tokenizer(), PROMPTS, 2, 8)["ids"].tolist())
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+# --- the GPU's way: recorded, replayed, compiled
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """What recording a CUDA graph does, on a CPU: operations are noted down and nothing has happened afterwards; a replay
+    runs them again on the very same tensors, without Python; to look at a value while recording is an error."""
+    def __init__(self, graph):
+        super().__init__()
+        self.ops, self.undo = graph.ops, []
+
+    def __enter__(self):
+        self.rng = torch.get_rng_state()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for tensor, before in reversed(self.undo):
+            tensor.copy_(before)
+        torch.set_rng_state(self.rng)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        written = [x for x, a in zip(args, op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.undo += [(x, x.clone()) for x in written]
+        out = op(*args, **kwargs or {})
+        self.ops.append((op, args, kwargs or {}, out))
+        return out
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph."""
+    made = []
+
+    def __init__(self):
+        self.ops, self.replays = [], 0
+        Graph.made.append(self)
+
+    def replay(self):
+        self.replays += 1
+        for op, args, kwargs, out in self.ops:
+            new = op(*args, **kwargs)
+            if all(r.alias_info is None for r in op._schema.returns):  # neither a view nor in place
+                for a, b in zip(out, new) if isinstance(out, tuple) else [(out, new)]:
+                    if torch.is_tensor(a):
+                        a.copy_(b)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr(Graph, "made", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Recorder)
+    monkeypatch.setitem(common.GRAIN, "cpu", 16)
+    return Graph.made
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replayed_graphs_write_what_single_calls_do(family, temperature, grouped, recorded, monkeypatch):
+    """Every width and every closing up of the rows is recorded once, and Python runs twice for each, not once a token."""
+    model, T = tiny_model(family, dtype=torch.float64, seed=3), 40
+    if grouped:
+        model.set_attn_implementation("sdpa_grouped")
+    model.generation_config.eos_token_id = [1, 7, 30]
+    model.cuda_graphs, calls = True, []
+    model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(5)
+    ours = common.generate(model, tiny_tokenizer(), PROMPTS, 2, T, temperature)
+    assert len(calls) <= 1 + 2 * len(recorded) + 4 and sum(g.replays for g in recorded) > 10 and len(recorded) > 2
+    model.cuda_graphs = False
+    monkeypatch.setitem(common.GRAIN, "cpu", 1)
+    model.set_attn_implementation("sdpa")
+    torch.manual_seed(5)
+    plain = common.generate(model, tiny_tokenizer(), PROMPTS, 2, T, temperature)
+    assert len(set(plain["mask"].sum(1).tolist())) > (2 if temperature else 0)
+    for name in ("ids", "attention", "mask", "finished"):
+        assert torch.equal(ours[name], plain[name]), name
+
+
+def test_what_cannot_be_recorded_names_the_flag(recorded, capsys):
+    """A model that looks at a value while it decodes."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = [1]
+    model.base_model.register_forward_pre_hook(lambda _, args, kw: kw["input_ids"].sum().item() and None, with_kwargs=True)
+    model.cuda_graphs = True
+    with pytest.raises(SystemExit) as stop:
+        common.generate(model, tiny_tokenizer(), PROMPTS, 1, 20)
+    assert stop.value.code == 2 and "--no-cuda_graphs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 1), (4, 4)])
+def test_grouped_queries_attend_as_repeated_keys_do(heads, kv_heads):
+    """A masked single query against softmax(q k / sqrt(D)) v by hand, keys and values repeated for each query head."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, s, 8, generator=g, dtype=torch.float64) for n, s in [(heads, 1), (kv_heads, 9), (kv_heads, 9)])
+    mask = torch.arange(9) <= torch.tensor([0, 4, 8])[:, None, None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // kv_heads
+    ours, _ = common.attention(module, q, k, v, mask, scaling=8 ** -0.5)
+    for row, head in itertools.product(range(3), range(heads)):
+        seen = [0, 4, 8][row] + 1
+        keys, values = (x[row, head * kv_heads // heads, :seen] for x in (k, v))
+        expected = (keys @ q[row, head, 0] / 8 ** 0.5).softmax(0) @ values
+        torch.testing.assert_close(ours[row, 0, head], expected)
+
+
+MIXED = dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=4)
+
+
+@pytest.mark.parametrize("settings", [MIXED, None])
+@torch.no_grad()
+def test_layers_with_a_sliding_window_see_no_further(settings):
+    """Cached decoding equals whole forward passes where a layer sees the last four positions only (Qwen2 mixed, Mistral all)."""
+    if settings is None:
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            sliding_window=4, eos_token_id=1, bos_token_id=None)).double().eval()
+        for p in model.parameters():
+            p.mul_(5 if p.dim() == 2 else 1)
+    else:
+        model = tiny_model(dtype=torch.float64, seed=3, **settings).eval()
+    rollout = common.generate(model, tiny_tokenizer(), PROMPTS, 1, 12, 0.0)
+    assert check_layout(rollout, PROMPTS) == [greedy_loop(model, p, [1], 12) for p in PROMPTS]
+
+
+@pytest.mark.upkeep
+@pytest.mark.parametrize("what", ["decode", "layers"])
+def test_compiled_models_say_the_same(what):
+    """The real compiler: greedy ids, log-probs and gradients are those of the plain model, for several shapes."""
+    plain, fast = (tiny_model(num_hidden_layers=1, seed=3) for _ in range(2))
+    common.checkpoint_activations(plain), common.checkpoint_activations(fast)
+    if what == "decode":
+        fast.decode = torch.compile(common.decode, dynamic=True)
+    else:
+        common.compile_layers(fast)
+    for seed, model in itertools.product(range(2), (plain, fast)):
+        model.rollout = common.generate(model, tiny_tokenizer(), PROMPTS[:4 + seed], 2, 12 + seed, 0.0)["ids"]
+        model.zero_grad()
+        for part in common.micro_batches(random_batch(9, seed), 80):
+            common.token_logprobs(model, part, 0.7).sum().backward()
+        assert torch.equal(plain.rollout, model.rollout)
+        for a, b in zip(plain.parameters(), model.parameters()):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
 
 
 # --- nothing else is touched
