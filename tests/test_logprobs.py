@@ -1,14 +1,17 @@
 """token_logprobs and ChunkedLogProbs against the whole log-softmax in float64, the traps around them, and their memory."""
 import argparse
+import collections
 import math
 import weakref
 
 import pytest
 import torch
+import transformers
 from conftest import make_batch, random_batch, save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import grpo
 
 T = 0.6
 
@@ -124,6 +127,55 @@ def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
     assert not old.requires_grad
     new = common.token_logprobs(model, batch, T)
     assert ((new - old).exp() - 1).abs().max() < 1e-6
+
+
+def test_training_uses_no_mask(tmp_path, family, monkeypatch):
+    """Rows padded on the right: attention is causal without a mask, which is what the flash kernels ask for, and keys are not
+    repeated for each query head."""
+    args, calls = argparse.Namespace(dtype="float32", device="cpu", compile=False), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    model = common.load_model(common.AutoModelForCausalLM, save_tiny(tmp_path, family), args, "--model")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, **settings: calls.append((q, k, settings)) or sdpa(q, k, v, **settings))
+    common.checkpoint_activations(model)
+    common.token_logprobs(model, random_batch(5), 1.0).sum().backward()
+    assert model.config._attn_implementation == "sdpa_grouped" and len(calls) == 2 * 2  # two layers, each run anew in the backward
+    heads = 2 if family == "gpt2" else 4
+    for q, k, settings in calls:
+        assert settings["attn_mask"] is None and settings["is_causal"] and q.shape[1] == heads and k.shape[1] == 2
+
+
+class Looks(TorchDispatchMode):
+    """Counts what would make the processor wait for the GPU: values read, sizes that depend on values."""
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(word in str(op) for word in self.WAITS) and not (kwargs or {}).get("output_size"):
+            self.seen.append(str(op))
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_micro_batches_do_not_wait_for_the_gpu(beta, monkeypatch):
+    """As many values are looked at in an update of many micro-batches as in one of few. (transformers itself looks once a
+    forward pass, at whether the position ids restart: at its start, where the wait costs a GPU next to nothing.)"""
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
+    model, counts, batches = tiny_model(), [], []
+    rollout = random_batch(12, completion=(3, 20))
+    rollout |= {"adv": torch.randn(12), "old_logp": -4 * rollout["mask"], "ref_logp": -4 * rollout["mask"]}
+    for tokens in (40, 10**6):
+        args = grpo.parse_args(f"--micro_batch_tokens {tokens} --minibatches 1 --group_size 2 --device cpu --beta {beta}".split())
+        optimizer = common.Optimizer(model, 1e-9, argparse.Namespace(warmup_steps=0, max_grad_norm=1.0, offload_optimizer=False))
+        with Looks() as looks:
+            grpo.update(model, optimizer, rollout, args)
+        counts.append(collections.Counter(looks.seen))
+        batches.append(len(list(common.micro_batches(rollout, tokens))))
+        model = tiny_model()
+    assert batches[0] > 2 * batches[1] and counts[0] == counts[1]
 
 
 # --- ChunkedLogProbs

@@ -296,6 +296,33 @@ def test_layers_with_a_sliding_window_see_no_further(settings):
     assert check_layout(rollout, PROMPTS) == [greedy_loop(model, p, [1], 12) for p in PROMPTS]
 
 
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             eos_token_id=1, bos_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name, settings, refusal", [
+    ("Granite", dict(logits_scaling=8.0), "changes its logits"), ("Gemma2", dict(head_dim=8), "changes its logits"),
+    ("Mamba", {}, "not of keys and values"), ("Mistral", {}, None), ("Phi3", {}, None), ("Gemma", dict(head_dim=8), None),
+    ("OPT", dict(ffn_dim=64, word_embed_proj_dim=32), None), ("Llama", {}, "token by token")])
+def test_a_model_that_cannot_be_sampled_or_scored_is_refused(monkeypatch, capsys, name, settings, refusal):
+    """Of other families, some scale or cap their logits, some keep no keys and values; Llama is made to lose a layer's."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**SIZES | settings))
+    for p in model.parameters():
+        p.data.mul_(5 if p.dim() == 2 else 1)
+    if name == "Llama":
+        monkeypatch.setattr(common.Rows, "update", lambda self, keys, values, *_: (keys, values))
+        monkeypatch.setattr(common.Rows, "forward", lambda self, model, ids, positions, width: model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
+    if refusal is None:
+        common.check_model(model, "path")
+        assert model.training and common.generate(model, tiny_tokenizer(), PROMPTS, 1, 5)["mask"].shape[1] > 1
+    else:
+        with pytest.raises(SystemExit) as stop:
+            common.check_model(model, "path")
+        assert stop.value.code == 2 and refusal in capsys.readouterr().err
+
+
 @pytest.mark.upkeep
 @pytest.mark.parametrize("what", ["decode", "layers"])
 def test_compiled_models_say_the_same(what):
