@@ -732,7 +732,7 @@ def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
-GRAIN = {"cpu": 1, "cuda": 128}  # positions by which the cache's width grows: on a GPU every width is recorded anew
+GRAIN = {"cuda": 128}  # positions by which attention's view grows, elsewhere 1: on a GPU every new shape is recorded anew
 
 
 @torch.no_grad()
@@ -751,7 +751,16 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     model.eval()  # in training mode checkpointing drops the cache without a word: a token then sees only itself
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)                # (P,)
-    S, grain = max(map(len, prompts)), GRAIN[model.device.type]
+    ids = complete(model, prompts, lengths, group_size, max_new_tokens, temperature, stop)
+    model.train(was_training)
+    if ids.is_cuda:
+        torch.cuda.empty_cache()  # the keys and values are gone: gigabytes that the update can use
+    return as_rollout(ids, lengths.repeat_interleave(group_size), max_new_tokens, stop, tokenizer)
+
+
+def complete(model, prompts, lengths, group_size, max_new_tokens, temperature, stop):
+    """The loop of generate: ids (N, room), each row a prompt, its completion, and what came after that ended."""
+    S, grain = max(map(len, prompts)), GRAIN.get(model.device.type, 1)
     room = -(-(S + max_new_tokens) // grain) * grain
     ids = torch.tensor([prompt + [0] * (room - len(prompt)) for prompt in prompts], device=model.device)
     rows = Rows(ids.repeat_interleave(group_size, 0), (lengths - 1).repeat_interleave(group_size))  # N of them
@@ -760,7 +769,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     rows.write(logits.repeat_interleave(group_size, 0), temperature, stop)
     step = None
     for t in range(1, max_new_tokens):
-        if t % 4 == 0 and rows.running.float().mean() < 0.75:  # looking stalls the GPU: not at every token
+        if t % 4 == 0 and rows.running.float().mean() < 0.5:  # looking stalls the GPU: not at every token
             if not rows.running.any():
                 break
             rows.keep(rows.running.nonzero().squeeze(1))
@@ -769,12 +778,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
             rows.width = min(room, -(-(S + t) // grain) * grain)
             step = Replay(lambda: getattr(model, "decode", decode)(model, rows, temperature, stop), model)
         step()
-    model.train(was_training)
-    ids = rows.ids
-    del rows, step  # gigabytes, which the update can use
-    if ids.is_cuda:
-        torch.cuda.empty_cache()
-    return as_rollout(ids, lengths.repeat_interleave(group_size), max_new_tokens, stop, tokenizer)
+    return rows.ids
 
 
 def decode(model, rows, temperature, stop):

@@ -471,11 +471,11 @@ def scaling(bench):
         vars(bench.args).update(saved)
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-size", choices=SIZES, default="tiny", help="tiny, or a size of Qwen2.5")
     parser.add_argument("--json", metavar="FILE", help="write the table there too")
-    args, script_args = parser.parse_known_args()
+    args, script_args = parser.parse_known_args(argv)
     began, bench = time.perf_counter(), Bench(args.model_size, script_args)
     where = torch.cuda.get_device_name() if bench.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = (f"{time.strftime('%Y-%m-%d')}  {args.model_size}: {bench.parameters / 1e6:,.1f}M parameters, {bench.args.dtype}  {where}  "
