@@ -40,7 +40,7 @@ SIZES = {  # name -> published sizes of Qwen2.5, and the work: P prompts of S to
     "7B": (QWEN | dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
                        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False), dict(P=32, G=8, S=128, T=1024)),
 }
-DOUBLED = {"tiny": {"prompts": 2, "group_size": 2, "max_new_tokens": 0.375}}  # what `scaling` starts from, in multiples of the work
+DOUBLED = {"tiny": {"prompts": 2, "group_size": 2}}  # what `scaling` starts from, in multiples of the work; else 0.25
 DRAWER = 1  # the last token of every prompt of the tiny model: it draws the length of what follows
 STOP = 0
 
@@ -444,30 +444,34 @@ def trl_step(bench, rollouts=8):
             gradient_checkpointing=args.gradient_checkpointing, use_cpu=bench.device.type == "cpu", shuffle_dataset=False)
         trainer = trl.GRPOTrainer(model=bench.model, args=config, train_dataset=data, processing_class=tokenizer,
                                   reward_funcs=scored, callbacks=[Clock()])
-        trainer.train()
+        with contextlib.redirect_stdout(None):  # its own statistics
+            trainer.train()
     bench.model.set_attn_implementation("sdpa_grouped")
     ends = times[args.minibatches - 1::args.minibatches]
     return statistics.median(b - a for a, b in zip(ends, ends[1:])), statistics.mean(lengths)
 
 
 def scaling(bench):
-    """Seconds of a whole step at one length as prompts, group or length double three times: the work doubles too."""
+    """Seconds of a whole step as prompts, group or length (of prompts and completions) double three times."""
     bench.stop_at()
     saved = vars(bench.args).copy()
     for name in ("prompts", "group_size", "max_new_tokens"):
-        times, first = [], DOUBLED.get(bench.size, {}).get(name, 0.25)
-        for doubled in (1, 2, 4, 8):
-            vars(bench.args).update(saved | {name: int(saved[name] * first * doubled), "beta": 0.0})
-            problems = bench.problems(bench.args.prompts, bench.work["S"])
+        before, first = None, DOUBLED.get(bench.size, {}).get(name, 0.25)
+        for times in (first, 2 * first, 4 * first, 8 * first):
+            value = int(saved[name] * times)
+            vars(bench.args).update(saved | {name: value, "beta": 0.0})
+            S = bench.work["S"] if name != "max_new_tokens" else int(bench.work["S"] * times)
+            problems = bench.problems(bench.args.prompts, S)
 
             def step():
                 rollout, _ = grpo.collect(bench.model, None, bench.tokenizer, problems, reward, bench.args)
                 grpo.update(bench.model, bench.optimizer, rollout, bench.args)
-            if doubled == 1:
+            if before is None:
                 step()
-            times.append(bench.timed(step, 3)[1])
-            if doubled > 1:
-                bench.report(f"{name} {int(saved[name] * first * doubled)}: times the seconds of half as many", times[-1] / times[-2], "x")
+            seconds = bench.timed(step, 3)[1]
+            if before is not None:
+                bench.report(f"{name} {value}: times the seconds of half as many", seconds / before, "x")
+            before = seconds
         vars(bench.args).update(saved)
 
 

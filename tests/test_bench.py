@@ -29,7 +29,7 @@ def test_the_table(small, tmp_path, capsys):
     table, shown = json.loads((tmp_path / "table.json").read_text())["results"], capsys.readouterr().out
     for words in ("rollout, one length: tokens", "rollout, ragged", "update: tokens", "update: MFU", "update: padding", "whole logits",
                   "step: sampling", "step: old log-probs", "step: reference", "step: optimiser", "step: forward", "against the plain loop",
-                  "prompts 32", "group_size 64", "max_new_tokens 24", "before an update"):
+                  "prompts 32", "group_size 64", "max_new_tokens 16", "before an update"):
         assert sum(words in name for name in table) == 1 and words in shown, words
     assert all(math.isfinite(row["value"]) for row in table.values())
     assert sum(row["floor"] is not None for row in table.values()) == 3 and sum(row["plain"] is not None for row in table.values()) >= 7
