@@ -43,6 +43,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 transformers.logging.set_verbosity_error()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 transformers.logging.disable_progress_bar()
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every new shape, and ragged rows always have one
 TOY = "runs/toy"
 STARTED = time.perf_counter()
 
@@ -286,6 +287,8 @@ def parse(parser, argv):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=args.device).item()
+        if args.device.startswith("cuda:"):
+            torch.cuda.set_device(args.device)  # CUDA graphs are recorded on the current device
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         fail(f"--device {args.device}: {first_line(error)[:200]}")
     if args.dtype == "auto":
@@ -456,8 +459,10 @@ def step_signs(rollout, tokenizer):
     every other line; (N, T)."""
     signs, ids = torch.zeros_like(rollout["mask"]), rollout["ids"].tolist()
     ends, lengths = rollout["attention"].sum(1).tolist(), rollout["mask"].sum(1).long().tolist()
+    used = sorted(set(itertools.chain(*ids)))
+    text_of = dict(zip(used, tokenizer.batch_decode([[token] for token in used])))
     for i, (end, n) in enumerate(zip(ends, lengths)):
-        pieces = tokenizer.batch_decode([[token] for token in ids[i][end - n:end]])  # n strings, a token each
+        pieces = [text_of[token] for token in ids[i][end - n:end]]
         line_of = [0, *itertools.accumulate(piece.count("\n") for piece in pieces)][:n]
         truths = [step_sign(line) for line in "".join(pieces).split("\n")]
         signs[i, :n] = signs.new_tensor([truths[line] for line in line_of])
@@ -536,6 +541,7 @@ def load_model(kind, source, args, flag, **settings):
 
 def compile_layers(model):
     """Compile the layers of a model: once for all of them, whatever the shape of a micro-batch."""
+    torch._dynamo.config.recompile_limit = 64  # one code for the layers of all models, with and without gradient
     for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
         layer.compile(dynamic=True)
 
@@ -587,6 +593,7 @@ def checkpoint_activations(model):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # else --compile would spend its compilations on shapes that never come back
 def check_model(model, source):
     """Stop if logits are not just base model times head (some families scale or cap them), or not the same where a token is
     read behind the keys and values of those before it (some keep another kind of memory)."""
@@ -732,7 +739,7 @@ def warm_up(model, tokenizer, problems, goal=0.975, lr=6e-3, max_steps=2000):
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
-GRAIN = {"cuda": 128}  # positions by which attention's view grows, elsewhere 1: on a GPU every new shape is recorded anew
+GRAIN = {"cuda": 256}  # positions by which attention's view grows, elsewhere 1: on a GPU every new shape is recorded anew
 
 
 @torch.no_grad()
@@ -764,9 +771,7 @@ def complete(model, prompts, lengths, group_size, max_new_tokens, temperature, s
     room = -(-(S + max_new_tokens) // grain) * grain
     ids = torch.tensor([prompt + [0] * (room - len(prompt)) for prompt in prompts], device=model.device)
     rows = Rows(ids.repeat_interleave(group_size, 0), (lengths - 1).repeat_interleave(group_size))  # N of them
-    with torch.compiler.set_stance("force_eager"):  # --compile is for shapes that come back
-        logits = rows.read(model, ids[:, :S], lengths)                               # (P, V)
-    rows.write(logits.repeat_interleave(group_size, 0), temperature, stop)
+    rows.write(rows.read(model, ids[:, :S], lengths), temperature, stop)
     step = None
     for t in range(1, max_new_tokens):
         if t % 4 == 0 and rows.running.float().mean() < 0.5:  # looking stalls the GPU: not at every token
@@ -793,19 +798,26 @@ class Rows:
     Row i's token at position p has its keys and values at [i, p] of a (N, room, heads, D) tensor for each layer: rows of
     different lengths stand side by side, and no prompt is padded on the left. The model takes it as its cache.
     """
+    PREFILL = 16384  # positions of prompts read at a time: memory for more would be needed nowhere else
+
     def __init__(self, ids, position):
         self.ids, self.position = ids, position  # (N, room), (N,): what is written, and where each row's last token is
         self.running = torch.ones_like(position, dtype=torch.bool)
         self.place = torch.arange(len(ids), device=ids.device)  # (n,) of the n rows not yet dropped, their rows of ids
         self.index = self.place.clone()  # (n,) and their rows of the cache
-        self.layers, self.width = [], None
+        self.layers, self.width, self.reading = [], None, None
 
+    @torch.compiler.set_stance("force_eager")  # --compile is for shapes that come back
     def read(self, model, ids, lengths):
-        """Read the prompts (P, S), each the same for all of its group; logits of the token after each, (P, V)."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        hidden = self.forward(model, ids, positions, ids.shape[1])                   # (P, S, H)
-        last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return head_logits(last, model.get_output_embeddings().weight)
+        """Read the prompts (P, S), each once for all of its group; logits of the token after each row, (N, V)."""
+        positions, G = torch.arange(ids.shape[1], device=ids.device)[None], len(self.ids) // len(ids)
+        last, size = [], max(1, self.PREFILL // ids.shape[1])
+        for begin in range(0, len(ids), size):
+            self.reading = slice(begin * G, (begin + size) * G)
+            hidden = self.forward(model, ids[begin:begin + size], positions, ids.shape[1])          # (size, S, H)
+            last.append(hidden[torch.arange(len(hidden), device=ids.device), lengths[begin:begin + size] - 1])
+        self.reading = None
+        return head_logits(torch.cat(last), model.get_output_embeddings().weight).repeat_interleave(G, 0)
 
     def next_logits(self, model):
         """Read the last token of every row; logits of the token to come, (n, V)."""
@@ -826,12 +838,13 @@ class Rows:
 
     def update(self, keys, values, layer, *_):
         """Called by every attention layer with its new keys and values, (B, heads, S, D): keep them, return what to attend
-        to. The first call of a layer brings the prompts', kept for each row of their groups."""
+        to. Those of prompts are kept for each row of their groups."""
         if layer == len(self.layers):
-            N, room = self.ids.shape
-            self.layers.append([new.new_zeros(N, room, new.shape[1], new.shape[3]) for new in (keys, values)])
+            self.layers.append([new.new_zeros(*self.ids.shape, new.shape[1], new.shape[3]) for new in (keys, values)])
+        if self.reading:
             for kept, new in zip(self.layers[layer], (keys, values)):
-                kept[:, :new.shape[2]] = new.transpose(1, 2).repeat_interleave(N // len(new), 0)
+                rows = kept[self.reading, :new.shape[2]]
+                rows[:] = new.transpose(1, 2).repeat_interleave(len(rows) // len(new), 0)
             return keys, values
         for kept, new in zip(self.layers[layer], (keys, values)):
             kept[self.index, self.position] = new[:, :, 0]
@@ -887,8 +900,11 @@ class Replay:
             try:
                 with torch.cuda.graph(self.graph):
                     self.step()
-            except RuntimeError as error:
-                fail(f"--cuda_graphs: this model's decoding cannot be recorded, give --no-cuda_graphs: {first_line(error)}")
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # what went wrong first is below what it did to the recording
+                cause = first_line(error.__context__ or error)
+                fail(f"--cuda_graphs: this model's decoding cannot be recorded, give --no-cuda_graphs: {cause}")
         self.graph.replay() if self.graph else self.step()
 
 
@@ -1181,8 +1197,10 @@ class Optimizer:
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
             for i, master in enumerate(self.masters):
                 if self.gradients[i] is not None:
-                    master.grad = self.gradients[i].mul_(scale).to(master.device)
+                    master.grad = self.gradients[i].mul_(scale).to(master.device, non_blocking=self.away)  # pinned, so fast
                     if self.away:  # one at a time: a whole gradient in host memory would be a third more there
+                        if self.weights[i].is_cuda:
+                            torch.cuda.synchronize()
                         self.adamw.step()
                         master.grad = None
             if not self.away:
@@ -1242,12 +1260,17 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
     """
     final, beside = Path(args.out, f"step-{step}"), Path(args.out, f"step-{step}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    for name, model in models.items():
-        if name != "reference" or getattr(args, "ref_every", None):  # a reference never refreshed is --model itself
-            model.save_pretrained(beside if name == "policy" else beside / name)
-    tokenizer.save_pretrained(beside)
-    torch.save({name: optimizer.state_dict() for name, optimizer in optimizers.items()}, beside / "optimizer.pt")
-    beside.rename(final)
+    try:
+        for name, model in models.items():
+            if name != "reference" or getattr(args, "ref_every", None):  # a reference never refreshed is --model itself
+                model.save_pretrained(beside if name == "policy" else beside / name)
+        tokenizer.save_pretrained(beside)
+        torch.save({name: optimizer.state_dict() for name, optimizer in optimizers.items()}, beside / "optimizer.pt")
+        beside.rename(final)
+    except Exception as error:  # safetensors and torch each have their own words for a full disk
+        shutil.rmtree(beside, ignore_errors=True)
+        fail(f"--out {args.out}: step {step} cannot be saved (is the disk full?), the last checkpoint is as it was: "
+             f"{first_line(error)}", 1)
     for old in Path(args.out).glob("step-*/optimizer.pt"):  # nothing else in --out is ours to remove
         if old.parent != final:
             shutil.rmtree(old.parent)

@@ -94,7 +94,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
         stats["kl"] = (kl.detach() * mask).sum(), mask.sum()
     loss = -(objective * mask / lengths).sum()
     bound = (clipped * adv < ratio * adv).detach() * mask                            # (N, T) where the clip holds
-    stats |= {"loss": (loss.detach(), mask.new_tensor(len(mask))), "clip_frac": (bound.sum(), mask.sum()),
+    stats |= {"loss": (loss.detach(), len(mask)), "clip_frac": (bound.sum(), mask.sum()),
               "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 

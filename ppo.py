@@ -104,7 +104,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
     objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
     loss = -(objective * mask / lengths).sum()
     bound = (clipped * adv < ratio * adv).detach() * mask                            # (N, T) where the clip holds
-    stats = {"loss": (loss.detach(), mask.new_tensor(len(mask))), "clip_frac": (bound.sum(), mask.sum()),
+    stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (bound.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
@@ -115,7 +115,7 @@ def value_loss(values, old_values, returns, mask, args):
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)             # (N, T)
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)       # (N, T)                        (5)
     loss = (error * mask / lengths).sum()
-    return loss, {"value_loss": (loss.detach(), mask.new_tensor(len(mask)))}
+    return loss, {"value_loss": (loss.detach(), len(mask))}
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class Bench:
     """The machine, the model and the results so far."""
     def __init__(self, size, script_args):
         config, self.work = SIZES[size]
-        self.size, self.results = size, {}
+        self.size, self.results, self.peak = size, {}, 0
         toy = size == "tiny"
         P, G, S, T = self.work.values()
         flags = f"--prompts {P} --group_size {G} --max_new_tokens {T} --warmup_steps 0 --out runs/bench".split()
@@ -92,8 +92,10 @@ class Bench:
         self.stop_at(*([STOP] if self.size == "tiny" else range(0, V, T // 4)))
 
     def timed(self, function, repeats=1):
-        """Its result, its seconds (the least of `repeats`: what disturbs a run only adds) and the peak of GPU memory in GiB."""
+        """Its result, its seconds (the least of `repeats`: what disturbs a run only adds) and the peak of GPU memory in GiB,
+        weights and optimiser included. May be called within what it times."""
         if self.device.type == "cuda":
+            outside, self.peak = max(self.peak, torch.cuda.max_memory_allocated()), 0
             torch.cuda.reset_peak_memory_stats()
         seconds = []
         for _ in range(repeats):
@@ -102,8 +104,11 @@ class Bench:
             result = function()
             self.synchronize()
             seconds.append(time.perf_counter() - began)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
-        return result, min(seconds), peak
+        if self.device.type != "cuda":
+            return result, min(seconds), None
+        peak = max(self.peak, torch.cuda.max_memory_allocated())
+        self.peak = max(outside, peak)
+        return result, min(seconds), peak / 2**30
 
     def synchronize(self):
         if self.device.type == "cuda":
@@ -184,21 +189,19 @@ def sampling(bench):
     P, G, S, T = bench.work.values()
     prompts, rows = bench.prompts(P, S), P * G
     ours = lambda: common.generate(bench.model, bench.tokenizer, prompts, G, T, 1.0)  # noqa: E731
-    before = [p.clone() for p in bench.model.parameters()]
+    before = [p.to("cpu", copy=True) for p in bench.model.parameters()]
     bench.stop_at()
     ours()  # whatever is set up once
     _, fixed, peak = bench.timed(ours, 3 if bench.size == "tiny" else 1)
-    short = max(2, T // 16)  # the plain way's time a token hardly depends on the length: a sixteenth of it, from the middle
-    longer = bench.prompts(P, S + T // 2)
-    plain_generate(bench, longer, G, 2)
-    _, plain, plain_peak = bench.timed(lambda: plain_generate(bench, longer, G, short), 3 if bench.size == "tiny" else 1)
+    plain_generate(bench, prompts, G, 2)
+    _, plain, plain_peak = bench.timed(lambda: plain_generate(bench, prompts, G, T), 3 if bench.size == "tiny" else 1)
     config, itemsize = bench.model.config, bench.model.dtype.itemsize
     head_dim = config.hidden_size // config.num_attention_heads
     weights = (bench.parameters - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)) * itemsize
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize * rows * (S + T / 2)
     floor = (weights + cache + 2 * 4 * rows * config.vocab_size) / bench.bandwidth   # logits: written and read, float32
-    bench.report("rollout, one length: tokens a second", rows * T / fixed, "tokens/s", rows / floor, rows * short / plain)
-    bench.report("rollout, one length: a token step", fixed / T * 1e3, "ms", floor * 1e3, plain / short * 1e3)
+    bench.report("rollout, one length: tokens a second", rows * T / fixed, "tokens/s", rows / floor, rows * T / plain)
+    bench.report("rollout, one length: a token step", fixed / T * 1e3, "ms", floor * 1e3, plain / T * 1e3)
     if peak:
         bench.report("rollout: peak memory", peak, "GiB", None, plain_peak)
     bench.ragged()
@@ -206,7 +209,7 @@ def sampling(bench):
     (rollout, fast, _), slow = bench.timed(ours), bench.timed(lambda: plain_generate(bench, prompts, G, T))[1]
     lengths = rollout["mask"].sum(1)
     bench.report(f"rollout, ragged (mean {lengths.mean():.0f}, longest {lengths.max():.0f}): seconds", fast, "s", None, slow)
-    bench.report("weights whose bits a rollout changed", sum(int((a != b).sum()) for a, b in zip(before, bench.model.parameters())))
+    bench.report("weights whose bits a rollout changed", sum(int((a != b.cpu()).sum()) for a, b in zip(before, bench.model.parameters())))
     agreement(bench, prompts[:4], G, min(T, 64))
 
 
@@ -355,7 +358,7 @@ def step_by_part(bench, reference, problems):
         def wrapped(*args, **kwargs):
             label = name or next(scored)
             out, seconds, peak = bench.timed(lambda: function(*args, **kwargs))
-            parts[label], peaks[label] = parts.get(label, 0) + seconds, peak
+            parts[label], peaks[label] = parts.get(label, 0) + seconds, peak and max(peak, peaks.get(label, 0))
             return out
         return wrapped
     with replaced(generate=watch("sampling", common.generate), score_rows=watch(None, common.score_rows)):
@@ -468,7 +471,7 @@ def scaling(bench):
                 grpo.update(bench.model, bench.optimizer, rollout, bench.args)
             if before is None:
                 step()
-            seconds = bench.timed(step, 3)[1]
+            seconds = bench.timed(step, 3 if bench.size == "tiny" else 1)[1]
             if before is not None:
                 bench.report(f"{name} {value}: times the seconds of half as many", seconds / before, "x")
             before = seconds
@@ -487,10 +490,13 @@ def main(argv=None):
     print(about, "  ".join(f"{k} {v}" for k, v in bench.work.items()), sep="\n")
     print(f"{'':52}{'measured':>12}{'of floor':>20}{'against plain':>15}")
     for part in (floors, sampling, training, truth, whole_step, scaling):
-        part(bench)
+        try:
+            part(bench)
+        except torch.OutOfMemoryError as error:
+            print(f"{part.__name__}: {common.first_line(error)}")
+        if args.json:
+            Path(args.json).write_text(json.dumps({"about": about, "work": bench.work, "results": bench.results}, indent=1))
     print(f"{time.perf_counter() - began:.0f} s")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"about": about, "work": bench.work, "results": bench.results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -36,6 +37,24 @@ def test_the_table(small, tmp_path, capsys):
     assert table["weights whose bits a rollout changed"]["value"] == 0
     assert table["log-probs drawn with and of token_logprobs: largest"]["value"] < 1e-4
     assert table["largest log-ratio before an update: a token's"]["value"] == 0
+
+
+def test_a_part_within_a_part_leaves_the_peak_of_the_whole(small, monkeypatch):
+    """With a stand-in for the GPU's counter of memory, in GiB."""
+    b, peak = bench.Bench("tiny", []), [0]
+    b.device = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0] * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 1))
+    use = lambda size: peak.__setitem__(0, max(peak[0], size))  # noqa: E731
+    inner = []
+
+    def whole():
+        use(7)
+        inner.extend(b.timed(lambda size=size: use(size))[2] for size in (5, 9, 2))
+        use(4)
+    assert b.timed(whole)[2] == 9 and inner == [5, 9, 2]
+    assert b.timed(lambda: use(3))[2] == 3
 
 
 def test_lengths_are_log_normal(small):

@@ -889,6 +889,26 @@ def test_what_a_kill_leaves_behind_does_no_harm(script, spread):
     same_runs("whole", "part")
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
+    """Stood in for by a limit on the size of a file: the weights, then the optimiser, cannot be written."""
+    resource = pytest.importorskip("resource")
+    train("grpo", f"{STEADY} --steps 3", out="whole")
+    train("grpo", f"{STEADY} --steps 1", out="part")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (newest("part").joinpath(file).stat().st_size - 1, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            train("grpo", "--resume --out part --steps 2", out="part")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 1 and said.startswith("error: --out part: step 2 cannot be saved") and newest("part").name == "step-1"
+    assert not list(Path("part").glob("*.tmp"))
+    train("grpo", "--resume --out part --steps 3", out="part")
+    same_runs("whole", "part")
+
+
 class Killed(BaseException):
     pass
 

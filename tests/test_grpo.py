@@ -241,7 +241,7 @@ def test_row_means_then_the_mean_over_rows():
     assert loss.item() / 4 == pytest.approx(0, abs=1e-12)
     slope = torch.autograd.grad(-loss / 4, logp)[0]
     torch.testing.assert_close(slope, adv[:, None] * mask / lengths[:, None] / 4, rtol=1e-12, atol=0)
-    assert [x.item() for x in stats["loss"]] == [loss.item(), 4]
+    assert [float(x) for x in stats["loss"]] == [loss.item(), 4]
 
 
 def test_the_loss_is_a_sum_over_rows():
@@ -278,7 +278,7 @@ def test_a_row_without_tokens_gives_zero(beta):
     assert loss.item() == pytest.approx(rest.item(), rel=1e-12)
     assert (torch.autograd.grad(loss, full)[0][2] == 0).all()
     alone, stats = grpo.policy_loss(logp[2:3], old[2:3], ref[2:3], adv[2:3], mask[2:3], settings(beta=beta))
-    assert alone.item() == 0 and all(torch.stack(pair).isfinite().all() for pair in stats.values() if isinstance(pair, tuple))
+    assert alone.item() == 0 and all(math.isfinite(x) for pair in stats.values() if isinstance(pair, tuple) for x in pair)
 
 
 @pytest.mark.parametrize("kl", ["k3", "wk3"])

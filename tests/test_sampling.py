@@ -250,15 +250,30 @@ def test_replayed_graphs_write_what_single_calls_do(family, temperature, grouped
         assert torch.equal(ours[name], plain[name]), name
 
 
-def test_what_cannot_be_recorded_names_the_flag(recorded, capsys):
-    """A model that looks at a value while it decodes."""
+def test_what_cannot_be_recorded_names_the_flag_and_the_cause(recorded, capsys, monkeypatch):
+    """A model that looks at a value while it decodes; CUDA then complains of the broken recording as well."""
+    def leave(self, *error):
+        Recorder.__exit__(self, *error)
+        raise RuntimeError("a previous error")
+    monkeypatch.setattr(torch.cuda, "graph", type("Broken", (Recorder,), {"__exit__": leave}))
     model = tiny_model()
     model.generation_config.eos_token_id = [1]
     model.base_model.register_forward_pre_hook(lambda _, args, kw: kw["input_ids"].sum().item() and None, with_kwargs=True)
     model.cuda_graphs = True
     with pytest.raises(SystemExit) as stop:
         common.generate(model, tiny_tokenizer(), PROMPTS, 1, 20)
-    assert stop.value.code == 2 and "--no-cuda_graphs" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "--no-cuda_graphs" in said and "not permitted" in said
+
+
+def test_prompts_may_be_read_a_few_at_a_time(family, monkeypatch):
+    """For memory's sake; what is written stays the same, groups included."""
+    model, ids = tiny_model(family, dtype=torch.float64, seed=3), []
+    for positions in (16384, 1, 2 * max(map(len, PROMPTS))):
+        monkeypatch.setattr(common.Rows, "PREFILL", positions)
+        torch.manual_seed(5)
+        ids.append(common.generate(model, tiny_tokenizer(), PROMPTS, 3, 12)["ids"])
+    assert torch.equal(ids[0], ids[1]) and torch.equal(ids[0], ids[2])
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 1), (4, 4)])
@@ -341,6 +356,34 @@ def test_compiled_models_say_the_same(what):
         assert torch.equal(plain.rollout, model.rollout)
         for a, b in zip(plain.parameters(), model.parameters()):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.upkeep
+def test_every_layer_of_every_model_is_compiled_and_stays_so(monkeypatch):
+    """Ten layers and a value model of the same class, after the check at load and a rollout: no limit has been reached."""
+    ran = []
+
+    def backend(graph, _):
+        return lambda *inputs: ran.append(1) or graph.forward(*inputs)
+    monkeypatch.setattr(common.GradientCheckpointingLayer, "compile", lambda layer, **settings: torch.nn.Module.compile(
+        layer, backend=backend, **settings))
+    torch._dynamo.reset()
+    policy = tiny_model(num_hidden_layers=10).train()
+    config = transformers.Qwen2Config(**policy.config.to_dict() | {"num_labels": 1})
+    value = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).train()
+    for model in (policy, value):
+        common.compile_layers(model)
+    common.check_model(policy, "path")
+    assert not ran  # its shapes never come back: minutes of compiling for nothing
+    for seed in range(3):
+        common.generate(policy, tiny_tokenizer(), PROMPTS[:3 + seed], 2, 12)
+        for part in common.micro_batches(random_batch(9, seed), 80):
+            for model, grad in itertools.product((policy, value), (False, True)):
+                ran.clear()
+                with torch.set_grad_enabled(grad):
+                    common.token_logprobs(model, part, 0.7) if model is policy else common.token_values(model, part)
+                assert len(ran) == 10
+    torch._dynamo.reset()
 
 
 # --- nothing else is touched
