@@ -6,7 +6,7 @@ For every prompt q sample a group of G completions o_1 ... o_G from the old poli
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)            over the group of o_i, the same for all of its tokens   (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                                        (2)
-    KL_it = ref/pi - log(ref/pi) - 1                     k3 of Schulman; --kl wk3 multiplies it by w_it           (4)
+    KL_it = ref/pi - log(ref/pi) - 1          k3 of joschu.net/blog/kl-approx.html; --kl wk3 is w_it times it    (4)
 
 There is no value model: the mean of the group is the baseline. There is no reward model either unless you name one: the
 reward is 1 for a right answer and 0 for a wrong one. With beta 0 there is no reference model in memory.
@@ -37,7 +37,7 @@ def parse_args(argv=None):
     add("--beta", type=within("[0, inf)"), default=0.04,
         help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
     add("--kl", choices=["k3", "wk3"], default="k3",
-        help="estimator (4): k3, as in DeepSeekMath, has the forward KL's gradient, w times k3 the reverse KL's")
+        help="estimator (4): k3, as in DeepSeekMath, has the gradient of KL(ref||pi), w times k3 that of KL(pi||ref)")
     add("--ref_every", type=within("[1, inf)", int), metavar="M",
         help="iterative GRPO: the policy becomes the reference every M steps; without it the reference stays")
     add("--lr", type=within("(0, inf)"), default=Sized(5e-4, 1e-6), help="AdamW learning rate")
@@ -52,8 +52,8 @@ def parse_args(argv=None):
 def group_advantages(rewards, group_size):
     """Equation (1): z-scores within each group. (N,) rewards, groups side by side -> (N,) advantages.
 
-    The deviation is the sample's (n - 1), as torch has it; neither paper says. A group of equal rewards gets exactly 0:
-    tested by equality, since in float32 the std of twelve rewards of 0.7 is not 0.
+    The deviation is the sample's (n - 1), as torch has it; neither paper says, and neither has the 1e-4. A group of equal
+    rewards gets exactly 0: tested by equality, since in float32 the std of twelve rewards of 0.7 is not 0.
     """
     r = rewards.view(-1, group_size)                                                 # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)            # (P, G)                       (1)
@@ -71,14 +71,14 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                             # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) not above e^20         (2)
-    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
-    objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
+    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # shaped as ratio
+    objective = torch.min(ratio * adv, clipped * adv)                                # shaped as ratio x adv         (3)
     stats = {}
     if args.beta > 0:
         log_ref = ((ref_logp - logp) * mask).clamp(max=20)                           # (N, T) log ref/pi
         kl = log_ref.exp() - log_ref - 1                                             # (N, T) k3                     (4)
         if args.kl == "wk3":
-            kl = kl * log_ratio.clamp(max=20).exp()                                  # (N, T) w_it k3
+            kl = kl * log_ratio.clamp(max=20).exp()                                  # (N, T) k3 times a token's w
         objective = objective - args.beta * kl                                       # (N, T)
         stats["kl"] = (kl.detach() * mask).sum(), mask.sum()
     loss = -(objective * mask / lengths).sum()
@@ -103,7 +103,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["old_logp"], entropy = common.score_rows(
         lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args)
     if reference is not None:
-        rollout["ref_logp"], = common.score_rows(
+        [rollout["ref_logp"]] = common.score_rows(
             lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args)
     rollout["adv"] = group_advantages(rollout["rewards"], args.group_size)           # (N,)
     return rollout, common.rollout_stats(rollout, entropy, args.group_size, seconds)
@@ -138,10 +138,10 @@ def main(args):
         log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
     for step in log.steps():
         began = time.perf_counter()
-        if reference is not None and args.ref_every and step % args.ref_every == 1 % args.ref_every:
+        if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                           # pi_ref <- pi, every M steps
-        asked = common.batch_of(problems, step, args)                                # P problems
-        rollout, stats = collect(policy, reference, tokenizer, asked, reward, args)  # pi_old is pi here
+        drawn = common.batch_of(problems, step, args)                                # P problems
+        rollout, stats = collect(policy, reference, tokenizer, drawn, reward, args)  # pi_old is pi here
         stats |= update(policy, optimizers["policy"], rollout, args)
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
@@ -149,7 +149,7 @@ def main(args):
         if step == 1 and rollout["adv"].dim() == 1:
             log.say("The loss is 0 at the first update, as w is 1 and the advantages of a group sum to 0; its gradient, the "
                     "mean of A grad log pi, is not. Watch the reward.")
-        log.log(step, stats, asked[0]["question"], rollout)
+        log.log(step, stats, drawn[0]["question"], rollout)
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
     log.close(models | {"reward": reward}, optimizers)

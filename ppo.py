@@ -68,7 +68,8 @@ def token_rewards(score, old_logp, ref_logp, mask, beta):
     """
     last = mask.sum(1).long() - 1                                                    # (N,)
     rewards = torch.zeros_like(mask) if ref_logp is None else -beta * (old_logp - ref_logp) * mask  # (N, T)      (4)
-    return rewards.index_put((torch.arange(len(mask), device=mask.device), last), score, accumulate=True)
+    rewards[torch.arange(len(mask), device=mask.device), last] += score
+    return rewards
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -100,8 +101,8 @@ def policy_loss(logp, old_logp, adv, mask, args):
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                 # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                             # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                            # (N, T) not above e^20         (2)
-    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # as ratio
-    objective = torch.min(ratio * adv, clipped * adv)                                # as ratio, adv                 (3)
+    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)                       # shaped as ratio
+    objective = torch.min(ratio * adv, clipped * adv)                                # shaped as ratio x adv         (3)
     loss = -(objective * mask / lengths).sum()
     bound = (clipped * adv < ratio * adv).detach() * mask                            # (N, T) where the clip holds
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (bound.sum(), mask.sum()),
@@ -135,10 +136,10 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
         lambda b: common.token_logprobs(policy, b, args.temperature, with_entropy=True), rollout, args)
     stats, mask = common.rollout_stats(rollout, entropy, args.group_size, seconds), rollout["mask"]
     if reference is not None:
-        rollout["ref_logp"], = common.score_rows(
+        [rollout["ref_logp"]] = common.score_rows(
             lambda b: common.token_logprobs(reference, b, args.temperature), rollout, args)
         stats["kl"] = ((rollout["old_logp"] - rollout["ref_logp"]).sum() / mask.sum()).item()
-    rollout["values"], = common.score_rows(lambda b: common.token_values(value, b), rollout, args)
+    [rollout["values"]] = common.score_rows(lambda b: common.token_values(value, b), rollout, args)
     rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
     to_go, _ = gae(rewards, 0 * rollout["values"], mask, args.gamma, 1.0)            # (N, T) what came, without V
@@ -183,13 +184,13 @@ def main(args):
         log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
     for step in log.steps():
         began = time.perf_counter()
-        asked = common.batch_of(problems, step, args)                                # P problems
-        rollout, stats = collect(policy, value, reference, tokenizer, asked, reward, args)
+        drawn = common.batch_of(problems, step, args)                                # P problems
+        rollout, stats = collect(policy, value, reference, tokenizer, drawn, reward, args)
         stats |= update(policy, value, optimizers, rollout, args)
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        log.log(step, stats, asked[0]["question"], rollout)
+        log.log(step, stats, drawn[0]["question"], rollout)
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
     log.close(models | {"reward": reward}, optimizers)

@@ -215,18 +215,18 @@ def sampling(bench):
 
 def agreement(bench, prompts, G, T):
     """The log-probs that tokens were drawn with, against those of token_logprobs on the finished rows."""
-    seen, write = {}, common.Rows.write
+    seen, write = {}, common.Decoding.write
 
     def spy(rows, logits, temperature, stop):
         write(rows, logits, temperature, stop)
         kept = seen.setdefault("logp", torch.zeros(rows.ids.shape, device=logits.device))
-        token = rows.ids[rows.place, rows.position]
-        kept[rows.place, rows.position] = logits.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
-    common.Rows.write = spy
+        token = rows.ids[rows.alive, rows.position]
+        kept[rows.alive, rows.position] = logits.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
+    common.Decoding.write = spy
     try:
         rollout = common.generate(bench.model, bench.tokenizer, prompts, G, T, 1.0)
     finally:
-        common.Rows.write = write
+        common.Decoding.write = write
     with torch.no_grad():
         logp = common.token_logprobs(bench.model, rollout, 1.0)
     mask = rollout["mask"] > 0
@@ -387,7 +387,7 @@ def plain_step(bench, reference):
 
 def numbered(cut):
     """Micro-batches with their rows' places, which score_rows asks for."""
-    return lambda batch, tokens: cut(batch | {"row": torch.arange(len(batch["ids"]), device=batch["ids"].device)}, tokens)
+    return lambda batch, tokens: cut(batch | {"place": torch.arange(len(batch["ids"]), device=batch["ids"].device)}, tokens)
 
 
 def whole_step(bench):

@@ -31,7 +31,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
     batch["old_logp"], batch["place"] = batch["mask"] * torch.randn(batch["mask"].shape), torch.arange(23)
     seen = []
     for part in common.micro_batches(batch, tokens):
-        rows, (n, L), T = part["row"], part["ids"].shape, part["mask"].shape[1]
+        rows, (n, L), T = part["place"], part["ids"].shape, part["mask"].shape[1]
         assert n * L <= tokens or n == 1
         assert L == part["attention"].sum(1).max() and T == part["mask"].sum(1).max()
         assert torch.equal(part["adv"], batch["adv"][rows]) and torch.equal(part["place"], rows)
@@ -87,18 +87,18 @@ def test_minibatches_keep_groups_whole(P, G, count):
     parts = list(common.minibatches(rollout, count, G))
     assert len(parts) == count and max(len(p["ids"]) for p in parts) - min(len(p["ids"]) for p in parts) <= G
     for part in parts:
-        assert torch.equal(part["rewards"], part["row"].float()) and torch.equal(part["ids"], rollout["ids"][part["row"]])
-        groups = part["row"].view(-1, G)
+        assert torch.equal(part["rewards"], part["place"].float()) and torch.equal(part["ids"], rollout["ids"][part["place"]])
+        groups = part["place"].view(-1, G)
         assert torch.equal(groups, groups[:, :1] // G * G + torch.arange(G)) and (groups[:, 0] % G == 0).all()
-    assert sorted(sum([part["row"].tolist() for part in parts], [])) == list(range(P * G))
+    assert sorted(sum([part["place"].tolist() for part in parts], [])) == list(range(P * G))
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_score_rows_puts_rows_back_in_place(tokens):
     """Micro-batches come sorted by length; their results do not: row i of the answer is row i's, 0 where it was trimmed."""
     rollout, args = random_batch(18, seed=3), argparse.Namespace(minibatches=4, group_size=2, micro_batch_tokens=tokens)
-    rollout["token"], rollout["place"] = rollout["mask"] * torch.rand(rollout["mask"].shape), torch.arange(18)
-    result = common.score_rows(lambda b: (b["token"] * 2, b["token"] + b["place"][:, None] * b["mask"]), rollout, args)
+    rollout["token"], rollout["own"] = rollout["mask"] * torch.rand(rollout["mask"].shape), torch.arange(18)
+    result = common.score_rows(lambda b: (b["token"] * 2, b["token"] + b["own"][:, None] * b["mask"]), rollout, args)
     assert torch.equal(result[0], rollout["token"] * 2)
     assert torch.equal(result[1], rollout["token"] + torch.arange(18)[:, None] * rollout["mask"])
     weight = torch.ones(1, requires_grad=True)

@@ -75,7 +75,7 @@ def test_plain_ways_compute_the_same(family):
     for a, b in zip(fast, plain):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     rows = bench.numbered(bench.plain_micro_batches)(batch, 60)
-    assert sum((part["row"].tolist() for part in rows), []) == list(range(7))
+    assert sum((part["place"].tolist() for part in rows), []) == list(range(7))
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed")

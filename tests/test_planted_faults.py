@@ -22,7 +22,7 @@ FAULTS = [  # file, what stands there, what is planted, the tests that must turn
     ("common.py", "near = full.masked_fill(ago >= window,", "near = full.masked_fill(ago > window,", "test_sampling.py"),
     ("common.py", "kept[:len(rows)] = kept[rows]", "kept[:len(rows)] = kept[:len(rows)]", "test_sampling.py"),
     ("common.py", "in minibatches(rollout, args.minibatches,", "in minibatches(rollout, 1,", "test_gspo.py"),
-    ("common.py", "[w if (w.dtype, w.device) == (torch.float32, home) else", "[w if True else", "test_batching.py"),
+    ("common.py", "self.away else w.device, torch.float32)", "self.away else w.device)", "test_batching.py"),
     ("common.py", "torch.manual_seed(self.args.seed * 1_000_003 + step)", "pass", "test_cli.py"),
 ]
 

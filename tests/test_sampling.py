@@ -270,7 +270,7 @@ def test_prompts_may_be_read_a_few_at_a_time(family, monkeypatch):
     """For memory's sake; what is written stays the same, groups included."""
     model, ids = tiny_model(family, dtype=torch.float64, seed=3), []
     for positions in (16384, 1, 2 * max(map(len, PROMPTS))):
-        monkeypatch.setattr(common.Rows, "PREFILL", positions)
+        monkeypatch.setattr(common.Decoding, "PREFILL", positions)
         torch.manual_seed(5)
         ids.append(common.generate(model, tiny_tokenizer(), PROMPTS, 3, 12)["ids"])
     assert torch.equal(ids[0], ids[1]) and torch.equal(ids[0], ids[2])
@@ -284,7 +284,7 @@ def test_grouped_queries_attend_as_repeated_keys_do(heads, kv_heads):
     mask = torch.arange(9) <= torch.tensor([0, 4, 8])[:, None, None, None]
     module = torch.nn.Module()
     module.num_key_value_groups = heads // kv_heads
-    ours, _ = common.attention(module, q, k, v, mask, scaling=8 ** -0.5)
+    ours, _ = common.grouped_attention(module, q, k, v, mask, scaling=8 ** -0.5)
     for row, head in itertools.product(range(3), range(heads)):
         seen = [0, 4, 8][row] + 1
         keys, values = (x[row, head * kv_heads // heads, :seen] for x in (k, v))
@@ -326,8 +326,8 @@ def test_a_model_that_cannot_be_sampled_or_scored_is_refused(monkeypatch, capsys
     for p in model.parameters():
         p.data.mul_(5 if p.dim() == 2 else 1)
     if name == "Llama":
-        monkeypatch.setattr(common.Rows, "update", lambda self, keys, values, *_: (keys, values))
-        monkeypatch.setattr(common.Rows, "forward", lambda self, model, ids, positions, width: model.base_model(
+        monkeypatch.setattr(common.Decoding, "update", lambda self, keys, values, *_: (keys, values))
+        monkeypatch.setattr(common.Decoding, "forward", lambda self, model, ids, positions, width: model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
     if refusal is None:
         common.check_model(model, "path")
