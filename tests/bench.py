@@ -459,7 +459,7 @@ def scaling(bench):
     bench.stop_at()
     saved = vars(bench.args).copy()
     for name in ("prompts", "group_size", "max_new_tokens"):
-        before, first = None, DOUBLED.get(bench.size, {}).get(name, 0.25)
+        took, first = [], DOUBLED.get(bench.size, {}).get(name, 0.25)
         for times in (first, 2 * first, 4 * first, 8 * first):
             value = int(saved[name] * times)
             vars(bench.args).update(saved | {name: value, "beta": 0.0})
@@ -469,12 +469,12 @@ def scaling(bench):
             def step():
                 rollout, _ = grpo.collect(bench.model, None, bench.tokenizer, problems, reward, bench.args)
                 grpo.update(bench.model, bench.optimizer, rollout, bench.args)
-            if before is None:
+            if not took:
                 step()
-            seconds = bench.timed(step, 3 if bench.size == "tiny" else 1)[1]
-            if before is not None:
-                bench.report(f"{name} {value}: times the seconds of half as many", seconds / before, "x")
-            before = seconds
+            took.append(bench.timed(step, 3 if bench.size == "tiny" else 1)[1])
+            if len(took) > 1:
+                bench.report(f"{name} {value}: times the seconds of half as many", took[-1] / took[-2], "x")
+        bench.report(f"{name}: seconds after three doublings, over 8 times those before", took[-1] / took[0] / 8, "x")
         vars(bench.args).update(saved)
 
 
