@@ -146,7 +146,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 def micro_batches(batch, tokens):
     """Cut `batch` into micro-batches of at most `tokens` positions, padding included; every row is in exactly one.
 
-    Decoding are sorted by length, the longest first. A micro-batch ends before its budget does where the next row would make
+    Rows are sorted by length, the longest first. A micro-batch ends before its budget does where the next row would make
     more than 8 % of it padding, unless that is less than 128 positions: then another forward would cost more. Each is
     trimmed to its longest row and carries `place`, its rows' places in `batch`, and `tokens`, the int sum of its mask (so that
     nobody has to ask the GPU). A row over the budget is alone.
@@ -350,7 +350,8 @@ def complete(model, prompts, lengths, group_size, max_new_tokens, temperature, s
     room = math.ceil((S + max_new_tokens) / grain) * grain
     ids = torch.tensor([prompt + [0] * (room - len(prompt)) for prompt in prompts], device=model.device)
     decoding = Decoding(ids.repeat_interleave(group_size, 0), (lengths - 1).repeat_interleave(group_size))  # N of them
-    decoding.write(decoding.read(model, ids[:, :S], lengths), temperature, stop)
+    with torch.compiler.set_stance("force_eager"):  # --compile is for shapes that come back
+        decoding.write(decoding.read(model, ids[:, :S], lengths), temperature, stop)
     step = None
     for t in range(1, max_new_tokens):
         if t % 4 == 0 and decoding.running.float().mean() < 0.5:  # looking stalls the GPU: not at every token
@@ -386,7 +387,6 @@ class Decoding:
         self.slot = self.alive.clone()  # (n,) and their rows of the cache
         self.layers, self.width, self.reading = [], None, None
 
-    @torch.compiler.set_stance("force_eager")  # --compile is for shapes that come back
     def read(self, model, ids, lengths):
         """Read the prompts (P, S), each once for all of its group; logits of the token after each row, (N, V)."""
         positions, G = torch.arange(ids.shape[1], device=ids.device)[None], len(self.ids) // len(ids)
@@ -551,7 +551,8 @@ def load_policy(args):
         fail(f"--model {source}: the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: not of one model")
     if not stop_ids(policy, tokenizer):
         fail(f"--model {source}: neither tokenizer nor generation_config names an end-of-sequence token")
-    check_model(policy, source)
+    with torch.compiler.set_stance("force_eager"):  # --compile is for shapes that come back
+        check_model(policy, source)
     size = sum(p.numel() for p in policy.parameters())
     for name, value in vars(args).items():
         if isinstance(value, Sized):
@@ -648,7 +649,6 @@ def checkpoint_activations(model):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # else --compile would spend its compilations on shapes that never come back
 def check_model(model, source):
     """Stop if logits are not just base model times head (some families scale or cap them), or not the same where a token is
     read behind the keys and values of those before it (some keep another kind of memory)."""
@@ -659,11 +659,11 @@ def check_model(model, source):
     tolerance = 1e-4 if ours.dtype == logits.dtype else 0.02  # bfloat16 logits are rounded, ours are not
     if not torch.allclose(ours, logits.to(ours.dtype), rtol=tolerance, atol=tolerance):
         fail(f"--model {source}: {kind} changes its logits after the output embedding: not supported")
-    rows = Decoding(ids, torch.tensor([3], device=model.device))
-    rows.width = 4
+    decoding = Decoding(ids, torch.tensor([3], device=model.device))
+    decoding.width = 4
     try:
-        rows.read(model, ids[:, :3], rows.position)
-        gap = rows.next_logits(model)[0] - ours[-1]
+        decoding.read(model, ids[:, :3], decoding.position)
+        gap = decoding.next_logits(model)[0] - ours[-1]
     except Exception as error:  # whatever a model does that wants another kind of cache
         fail(f"--model {source}: {kind} cannot be sampled from, its memory is not of keys and values: {first_line(error)}")
     if not gap.std() < 0.1 * ours[-1].std():  # loosely: bfloat16 adds up differently in the two
@@ -720,7 +720,7 @@ def load_reward(args):
 def load_problems(args, tokenizer):
     """Read the training and the held-out problems of --dataset.
 
-    Returns two lists of {"question": str, "answer": str, "prompt": list of int}. Decoding whose gold answer cannot be read,
+    Returns two lists of {"question": str, "answer": str, "prompt": list of int}. Rows whose gold answer cannot be read,
     whose prompt is too long or holds characters unknown to the tokenizer are counted and left out.
     """
     path, held_out = Path(args.dataset), None
@@ -1172,7 +1172,7 @@ class Logger:
         held = held_bytes(models, optimizers)
         parts = ", ".join(f"{name} {size:.1f}" for name, size in held.items())
         print(f"{'bytes a parameter':24}{sum(held.values()):>10.1f}  {parts}")
-        print(f"{'time':24}{time.perf_counter() - STARTED:>8.0f} s")
+        print(f"{'time after imports':24}{time.perf_counter() - STARTED:>8.0f} s")
         print(f"{'model and checkpoint':24}  {newest_checkpoint(self.args.out)}")
         print(f"{'metrics':24}  {self.path}")
         if self.interrupted:

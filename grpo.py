@@ -31,9 +31,10 @@ def parse_args(argv=None):
         help="prompts a step; more make a steadier gradient and a slower step")
     add("--group_size", type=within("[2, inf)", int), metavar="G", default=8,
         help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
-    add("--eps_low", type=within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
+    add("--eps_low", type=within("(0, 1)"), default=0.2,
+        help="clip range below 1 (3); usually 0.1 to 0.3 for a token's ratio, 3e-4 for a sequence's, which moves far less")
     add("--eps_high", type=within("(0, inf)"), default=0.2,
-        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
+        help="clip range above 1 (3); usually 0.2 to 0.3, more lets unlikely tokens grow faster; 4e-4 for a sequence's")
     add("--beta", type=within("[0, inf)"), default=0.04,
         help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
     add("--kl", choices=["k3", "wk3"], default="k3",

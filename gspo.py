@@ -6,11 +6,11 @@ For every prompt q sample a group of G completions o_1 ... o_G from the old poli
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)            over the group of o_i, the same for all of its tokens   (1)
     s_i   = (pi(o_i | q) / pi_old(o_i | q))^(1/|o_i|) = exp(mean_t(log pi(o_it) - log pi_old(o_it)))             (2)
-    KL_it = ref/pi - log(ref/pi) - 1                     not in the paper: beta is 0 unless you set it            (4)
+    KL_it = ref/pi - log(ref/pi) - 1          k3 of joschu.net/blog/kl-approx.html; --kl wk3 is w_it times it    (4)
 
 The reward is given to a sequence, so the ratio and its clip are a sequence's too: all tokens of a completion count, or
-none does. --token_level is GSPO-token: s_it = sg[s_i] pi_it / sg[pi_it], so that advantages may differ by token; without
-it and without KL the mean over t is the paper's eq. 5, as nothing in it depends on t.
+none does. The paper has no KL (beta is 0 unless you set it), and so no mean over t: nothing in it depends on t, but with
+--token_level, GSPO-token, where s_it = sg[s_i] pi_it / sg[pi_it] and advantages may differ by token.
 
     python gspo.py                                                                  a laptop: makes its own model
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k        one GPU
@@ -33,9 +33,9 @@ def parse_args(argv=None):
     add("--group_size", type=within("[2, inf)", int), metavar="G", default=8,
         help="completions a prompt (1); a larger group is a steadier baseline; usually 8 to 64")
     add("--eps_low", type=within("(0, 1)"), default=3e-4,
-        help="clip range below 1 (3), as in the paper; that half of the sequences are clipped is normal")
+        help="clip range below 1 (3); usually 0.1 to 0.3 for a token's ratio, 3e-4 for a sequence's, which moves far less")
     add("--eps_high", type=within("(0, inf)"), default=4e-4,
-        help="clip range above 1 (3), as in the paper; tiny, as a mean of log-ratios moves far less than one")
+        help="clip range above 1 (3); usually 0.2 to 0.3, more lets unlikely tokens grow faster; 4e-4 for a sequence's")
     add("--beta", type=within("[0, inf)"), default=0.0,
         help="weight of the KL penalty (3); 0 needs no reference model; usually 0 to 0.04")
     add("--kl", choices=["k3", "wk3"], default="k3",

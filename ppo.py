@@ -36,9 +36,10 @@ def parse_args(argv=None):
         help="prompts a step; more make a steadier gradient and a slower step")
     add("--group_size", type=within("[1, inf)", int), metavar="G", default=1,
         help="completions a prompt; PPO needs no group, as V is its baseline")
-    add("--eps_low", type=within("(0, 1)"), default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
+    add("--eps_low", type=within("(0, 1)"), default=0.2,
+        help="clip range below 1 (3); usually 0.1 to 0.3 for a token's ratio, 3e-4 for a sequence's, which moves far less")
     add("--eps_high", type=within("(0, inf)"), default=0.2,
-        help="clip range above 1 (3); larger lets unlikely tokens grow faster; usually 0.2 to 0.3")
+        help="clip range above 1 (3); usually 0.2 to 0.3, more lets unlikely tokens grow faster; 4e-4 for a sequence's")
     add("--beta", type=within("[0, inf)"), default=0.05,
         help="weight of the KL penalty in the reward (4); 0 needs no reference model; usually 0 to 0.1")
     add("--gamma", type=within("[0, 1]"), default=1.0, help="discount of later rewards (1); 1 suits completions, which end")

@@ -373,8 +373,6 @@ def test_every_layer_of_every_model_is_compiled_and_stays_so(monkeypatch):
     value = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).train()
     for model in (policy, value):
         common.compile_layers(model)
-    common.check_model(policy, "path")
-    assert not ran  # its shapes never come back: minutes of compiling for nothing
     for seed in range(3):
         common.generate(policy, tiny_tokenizer(), PROMPTS[:3 + seed], 2, 12)
         for part in common.micro_batches(random_batch(9, seed), 80):
