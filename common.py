@@ -186,8 +186,8 @@ def score_rows(function, rollout, args):
     """Run `function` (micro-batch -> tensor or tensors (n, t)) over a rollout without gradient; put the rows back in
     place. Returns a list of (N, T) tensors.
 
-    The rollout is cut as the update cuts it: in bfloat16 a row's log-probs depend on what it shares a micro-batch with,
-    by more than GSPO's window is wide, and old and new ones shall differ by what was learnt and nothing else.
+    The rollout is cut as the update cuts it: in bfloat16 a row's log-probs can depend on what it shares a micro-batch with,
+    and GSPO's window is narrow: old and new ones shall differ by what was learnt and nothing else.
     """
     whole = None
     for part in minibatches(rollout, args.minibatches, args.group_size):
