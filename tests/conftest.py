@@ -1,45 +1,30 @@
-"""Shared by all tests: the repository on the path, tiny models, and the marker that keeps upkeep checks out of a fork's way."""
+"""Shared by all tests: the repository on the path, settings, gradients, tiny models, rows, whole runs."""
+import contextlib
+import inspect
 import json
+import os
 import random
+import shlex
+import signal
 import sys
+import tempfile
+import types
+import zlib
 from pathlib import Path
 
-import pytest
-import tokenizers
-import torch
-import transformers
-
 ROOT = Path(__file__).resolve().parent.parent
+CACHE = tempfile.TemporaryDirectory()
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHE.name}  # no network; the user's cache stays as it is
 sys.path.insert(0, str(ROOT))
+import pytest, tokenizers, torch, transformers  # noqa: E401, E402
+
+import common  # noqa: E402
 
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
-    config.addinivalue_line("markers", "upkeep: holds the three scripts together; left out unless asked for with -m upkeep")
-    if not config.option.markexpr:
-        config.option.markexpr = "not upkeep"
-
-
-def tiny_config(family, vocab_size=64, **settings):
-    """A config of `family` (qwen2, qwen3, llama, gpt2) with a few thousand parameters."""
-    if family == "gpt2":
-        sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=128, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-        return transformers.GPT2Config(vocab_size=vocab_size, **sizes | settings)
-    kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    return kind(vocab_size=vocab_size, **sizes | {"max_position_embeddings": 256} | settings)
-
-
-def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
-    """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
-    torch.manual_seed(seed)
-    settings = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None} | settings
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, vocab_size, **settings)).to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.mul_(5)
-    return model
+    config.addinivalue_line("markers", "upkeep: slow, or holds the scripts together; run with -m upkeep")
+    config.option.markexpr = config.option.markexpr or "not upkeep"
 
 
 @pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
@@ -47,32 +32,122 @@ def family(request):
     return request.param
 
 
+def settings(script, **changes):
+    """The script's own defaults, sized as for the toy, but for `changes`."""
+    args = script.parse_args(["--device", "cpu"])
+    assert vars(args).keys() >= changes.keys()
+    for name, value in (vars(args) | changes).items():
+        setattr(args, name, value["toy"] if isinstance(value, dict) else value)
+    return args
+
+
+def tensor64(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def slopes(function, x, h=1e-6):
+    """Gradient of a scalar function of the float64 tensor x by central differences."""
+    grad = torch.zeros_like(x)
+    for i in range(x.numel()):
+        step = (torch.arange(x.numel()) == i).view(x.shape) * h
+        grad.view(-1)[i] = float(function(x + step) - function(x - step)) / (2 * h)
+    return grad
+
+
+def flat_gradient(model):
+    """The gradients of a model's weights in one vector, 0 where a weight has none."""
+    return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
+
+
+class Recorder:
+    """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
+    def __init__(self, model):
+        self.model, self.gradients = model, []
+
+    def step(self, prefix=""):
+        self.gradients.append(flat_gradient(self.model))
+        self.model.zero_grad()
+        return {}
+
+
+def spy(monkeypatch, module, name):
+    """Record every call of module.name from now on: its arguments by name, and its result."""
+    calls, real = [], getattr(module, name)
+
+    def wrapper(*args, **kwargs):
+        bound = inspect.signature(real).bind(*args, **kwargs).arguments
+        calls.append(types.SimpleNamespace(**bound, result=real(*args, **kwargs)))
+        return calls[-1].result
+    monkeypatch.setattr(module, name, wrapper)
+    return calls
+
+
+def tiny_config(family, vocab_size=64, **settings):
+    """A config of `family` (qwen2, qwen3, llama, gpt2 ...) with a few thousand parameters."""
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256)
+    if family == "gpt2":
+        sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=128)
+        sizes |= dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None} | settings
+    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes)
+
+
+def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
+    """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, vocab_size, **settings))
+    for p in model.parameters():
+        p.data.mul_(5 if p.dim() == 2 else 1)
+    return model.to(dtype)
+
+
+def word_tokenizer(words, eos, unk, pad=None, bos=None):
+    """Token i reads words[i]; texts join without a space and are read a character at a time."""
+    ids = {word: i for i, word in enumerate(words)}
+    tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unk))
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    tok.decoder = tokenizers.decoders.Fuse()
+    special = {"eos_token": eos, "unk_token": unk, "pad_token": pad, "bos_token": bos}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tok, **special)
+
+
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None):
-    """Token i reads "t<i>", joined without a space, so that no text comes back as the ids it was decoded from."""
-    words = {f"t{i}": i for i in range(vocab_size)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t2"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, unk_token="t2")
+    """Token i reads "t<i>": no text comes back as the ids it was decoded from."""
+    return word_tokenizer([f"t{i}" for i in range(vocab_size)], eos, "t2", pad)
 
 
-def save_tiny(path, family="qwen2", generation=None, **settings):
+def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
+    """A token per printable character, so that any text can be a prompt, and 6 special ones: 102 in all."""
+    words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127))]
+    words += ["\n", "<|im_start|>", "<|im_end|>"]
+    out = word_tokenizer(words, eos, "<unk>", pad, "<bos>")
+    out.add_special_tokens({"additional_special_tokens": words[-2:]})
+    out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A" if bos else "$A", special_tokens=[("<bos>", 3)])
+    out.chat_template = chat
+    return out
+
+
+def save_tiny(path, family="qwen2", tokenizer=None, generation=None, **settings):
     """A model directory like those of the hub; `generation` are settings of its generation_config."""
-    model = tiny_model(family, **settings)
-    model.generation_config.update(**generation or {}, eos_token_id=1)
+    settings = {"vocab_size": 104 if tokenizer else 64} | settings
+    tokenizer = tokenizer or tiny_tokenizer(settings["vocab_size"])
+    model = tiny_model(family, eos_token_id=tokenizer.eos_token_id, **settings)
+    model.generation_config.update(**generation or {})
     model.save_pretrained(path)
-    tiny_tokenizer(settings.get("vocab_size", 64)).save_pretrained(path)
-    if generation:  # save_pretrained refuses some combinations that the hub has
-        Path(path, "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 1}))
+    tokenizer.save_pretrained(path)
     return str(path)
 
 
 def make_batch(prompts, completions):
-    """ids, attention and mask of rows given as lists of token ids, spelt out without the code under test."""
-    rows, T = [p + c for p, c in zip(prompts, completions)], max(map(len, completions))
-    L = max(map(len, rows))
+    """A rollout's ids, attention, mask and row from lists of ids, spelt out without the code under test."""
+    rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
+    T, L = max(map(len, completions)), max(map(len, rows))
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
             "attention": torch.tensor([[1] * len(row) + [0] * (L - len(row)) for row in rows]),
-            "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions])}
+            "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
+            "row": torch.arange(len(rows))}
 
 
 def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12)):
@@ -80,3 +155,169 @@ def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12))
     rng = random.Random(seed)
     draw = lambda low, high: [rng.randrange(vocab_size) for _ in range(rng.randint(low, high))]  # noqa: E731
     return make_batch([draw(*prompt) for _ in range(rows)], [draw(*completion) for _ in range(rows)])
+
+
+@contextlib.contextmanager
+def refused(capsys, *words, status=2):
+    """The block must leave with `status` and one line on stderr that holds all `words`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        yield
+    error = capsys.readouterr().err
+    assert left.value.code == status and error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+def train(script, flags, out="run"):
+    """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
+    common.launch(script.main, script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+# Whole runs of the scripts in a directory of their own: test_cli.py, test_data.py, test_resume.py
+
+TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_new_tokens 4 --minibatches 1 "
+        "--lr 0.01 --warmup_steps 0 --eval_problems 2 --eval_samples 1")
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+WITH_BOS = ("{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}")
+LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold the end-of-sequence token
+         "bos": {"chat": WITH_BOS, "bos": True, "pad": "<eos>"},  # tokenizer and template both add a BOS
+         "plain": {"pad": None, "bos": True},  # a base model without a padding token
+         "bare": {}}
+
+
+def write_jsonl(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sums(count, start=0):
+    """Problems of questions of different lengths."""
+    return [{"question": f"What is {i} + {i}?" + "!" * (i % 5), "answer": f"{i} + {i} = #### {2 * i}"}
+            for i in range(start, start + count)]
+
+
+def save_judge(path, labels=1, **look):
+    """A reward model directory."""
+    torch.manual_seed(1)
+    config = tiny_config("qwen3", 104, num_labels=labels, initializer_range=0.5, num_hidden_layers=1)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    char_tokenizer(**look).save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    path = tmp_path_factory.mktemp("world")
+    save_tiny(path / "model", "qwen3", char_tokenizer(), num_hidden_layers=1)
+    save_judge(path / "judge")
+    write_jsonl(path / "data.jsonl", sums(60))
+    return path
+
+
+@pytest.fixture
+def here(world, tmp_path, monkeypatch):
+    """The test runs in a directory of its own that holds model/, judge/ and data.jsonl."""
+    for path in world.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def by_text(problems, completions):
+    """A reward that is a function of the text alone, from 0 to 1."""
+    return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
+
+
+@pytest.fixture
+def spread(monkeypatch):
+    """Rewards that differ within every group, so that there is something to learn from random weights."""
+    monkeypatch.setattr(common, "load_reward", lambda args: by_text)
+
+
+def newest(out="run"):
+    """The only checkpoint of a run; nothing half-made lies beside it."""
+    found = [path for path in Path(out).iterdir() if path.is_dir()]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def same(a, b):
+    """Bit-equality of nested containers of tensors and numbers."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+# policy_loss in numbers, collect and update: test_grpo.py, test_gspo.py, test_ppo.py, test_every_script.py
+
+def call(function, given):
+    """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
+    return function(*(given[name] for name in inspect.signature(function).parameters))
+
+
+def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
+    """What policy_loss takes, for ragged rows in float64, with nonsense in the padding; spread and shift are
+    those of the log-ratios."""
+    torch.manual_seed(seed)
+    old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
+    return {"logp": old + spread * noise + shift, "old_logp": old, "ref_logp": old + 0.5 * gap,
+            "adv": adv[:, :1], "mask": mask}
+
+
+def loss_of(script, rows, args):
+    """The loss of such rows, its gradient by logp, and its statistics."""
+    rows = rows | {"logp": rows["logp"].clone().requires_grad_(), "args": args}
+    loss, stats = call(script.policy_loss, rows)
+    return loss.detach(), torch.autograd.grad(loss, rows["logp"])[0], stats
+
+
+def count_t3(problems, completions):
+    """Different for almost every completion; t3 pays best."""
+    return [text.count("t3") + len(text) / 100 for text in completions]
+
+
+class Trainer:
+    """A script, six problems and tiny models of 8 tokens, so that completions often end. Collects once."""
+    def __init__(self, script, dtype=torch.float32, **flags):
+        sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
+        self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
+        self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed, dtype=dtype) for seed in (0, 1))
+        self.value = transformers.AutoModel.from_config(tiny_config("qwen2", 8)).to(dtype)
+        self.value.score = torch.nn.Linear(16, 1)
+        self.optimizers = {"policy": Recorder(self.policy), "value": Recorder(self.value)}
+        self.tokenizer, self.reward = tiny_tokenizer(8), count_t3
+        self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3]} for i in range(6)]
+        self.collect()
+
+    def collect(self):
+        self.rollout, self.stats = call(self.script.collect, vars(self))
+
+    def update(self):
+        return call(self.script.update, vars(self) | {"optimizer": self.optimizers["policy"]})
+
+    def use_adam(self, lr):
+        models = {"policy": self.policy, "value": self.value}
+        self.optimizers = {name: common.Optimizer(model, lr, self.args) for name, model in models.items()}
+
+    def moved(self):
+        """Itself in float64, the models no longer those that made the rollout, and the rollout's tensors."""
+        torch.manual_seed(2)
+        for weight in [*self.policy.double().parameters(), *self.value.double().parameters()]:
+            weight.data += 0.02 * torch.randn_like(weight)
+        tensors = {name: x for name, x in self.rollout.items() if torch.is_tensor(x)}
+        return self, {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+
+    def gradients(self, rollout, **changes):
+        """The gradients of an update, (steps, weights of policy and critic), and its statistics."""
+        vars(self.args).update(changes)
+        self.optimizers = {"policy": Recorder(self.policy), "value": Recorder(self.value)}
+        self.rollout, seen = rollout, self.optimizers.values()
+        stats = self.update()
+        gradients = torch.cat([torch.stack(one.gradients) for one in seen if one.gradients], 1)
+        del stats["padding"], stats["update_tokens_per_s"]  # those of the cut
+        return gradients, stats

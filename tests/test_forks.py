@@ -1,20 +1,26 @@
-"""tests/forks: each patch makes grpo.py another published objective. It applies, computes what that paper says, and runs."""
+"""tests/forks: each patch turns grpo.py into another published objective, or gives it another reward. It
+applies, computes in value and gradient what its paper says, runs, and learns the toy.
+
+    cp grpo.py mine.py; patch mine.py tests/forks/rloo.patch; python mine.py
+"""
 import importlib.util
-import json
+import itertools
 import math
 import random
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, random_batch, save_tiny, tiny_model
-from test_grpo import random_rows, settings, tensor64
+from conftest import ROOT, Recorder, random_batch, settings, slopes, tensor64, tiny_model, train
 
 import common
 
 pytestmark = pytest.mark.upkeep
-PATCHES = sorted(path.stem for path in (ROOT / "tests" / "forks").glob("*.patch"))
+PATCHES = {path.stem: path.read_text() for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
+OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
+LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
 
 @pytest.fixture
@@ -31,107 +37,205 @@ def fork(tmp_path, monkeypatch):
     return load
 
 
-def lengths_fixture():
-    """EQUATIONS.md: A = [1,-1,1,-1], lengths [2,8,4,2], w = 1."""
-    mask = (torch.arange(8) < torch.tensor([2, 8, 4, 2])[:, None]).double()
-    logp = torch.full((4, 8), -1.0, dtype=torch.float64) * mask
-    return logp, logp, None, tensor64([1, -1, 1, -1]), mask
+def surrogate(w, A, low, high):
+    """What a token adds: nothing more is gained above `high` for A > 0, nor below `low` for A < 0."""
+    return min(w, high) * A if A > 0 else max(w, low) * A
 
 
-def clipped(w, A, args):
-    return min(w * A, min(max(w, 1 - args.eps_low), 1 + args.eps_high) * A)
+def terms(name, logp, old, A, constant):
+    """What each token of one completion adds to J by the paper, in floats; `constant` are the log-probs
+    where the paper stops the gradient."""
+    w = [math.exp(a - b) for a, b in zip(logp, old)]
+    if name == "cispo":
+        return [min(math.exp(c - b), 2.0) * A * a for a, b, c in zip(logp, old, constant)]
+    if name == "gmpo":  # the product of min(w^s, e^0.4)^s, s the sign of A, to the power 1/|o|
+        s = 1 if A > 0 else -1
+        product = math.prod(min(x ** s, math.exp(0.4)) ** s for x in w)
+        return [product ** (1 / len(w)) * A] * len(w)
+    if name == "sapo":
+        tau = 1.0 if A > 0 else 1.05
+        return [4 / tau / (1 + math.exp(-tau * (x - 1))) * A for x in w]
+    if name == "tpo":  # a good token of probability p may reach sqrt(p), a bad one p^2
+        p = [math.exp(b) for b in old]
+        return [surrogate(x, A, q ** 2 / q, math.sqrt(q) / q) for x, q in zip(w, p)]
+    return [surrogate(x, A, 0.8, 1.28 if name == "dapo" else 1.2) for x in w]
 
 
-def test_the_forks_are_those_of_the_readme():
-    """All are named, and the one that is shown is the file."""
-    readme = (ROOT / "README.md").read_text()
-    assert PATCHES and all(f"`{name}`" in readme for name in PATCHES)
-    shown = [name for name in PATCHES if (ROOT / "tests" / "forks" / f"{name}.patch").read_text() in readme]
-    assert shown == ["rloo"]
+def weight(name, length):
+    """Of a token in the sum over rows."""
+    return {"dapo": 1, "tpo": 1, "dr_grpo": 1 / 8}.get(name, 1 / length)
 
 
-def test_dr_grpo(fork):
-    """A = r - mean, and one constant in place of the lengths: J = -.125 on the fixture, and an oracle with floats."""
-    module, args = fork("dr_grpo"), settings(max_new_tokens=8)
-    assert -module.policy_loss(*lengths_fixture(), args)[0].item() / 4 == pytest.approx(-0.125)
-    rewards = [random.Random(i).random() for i in range(6)]
-    expected = [r - sum(rewards[i // 3 * 3:][:3]) / 3 for i, r in enumerate(rewards)]
-    assert module.group_advantages(tensor64(rewards), 3).tolist() == pytest.approx(expected)
-    logp, old, ref, adv, mask = random_rows(3)
-    J = sum(clipped(math.exp(logp[i][t] - old[i][t]), adv[i], args) / 8 for i, row in enumerate(mask) for t, m in enumerate(row) if m)
-    assert -module.policy_loss(*map(tensor64, (logp, old, ref, adv, mask)), args)[0].item() == pytest.approx(J)
+def rows(seed):
+    """Six completions of 1 to 6 tokens, signs of A alternating: log-probs, old ones and the reference's up
+    to 2 apart, advantages, mask."""
+    rng, lengths = random.Random(seed), [6, 5, 4, 3, 2, 1]
+    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).double()
+    old = tensor64([[-rng.uniform(0.1, 3) for _ in range(6)] for _ in lengths]) * mask
+    away = [tensor64([[rng.uniform(-2, 2) for _ in range(6)] for _ in lengths]) * mask for _ in "ab"]
+    adv = [[rng.uniform(0.3, 2) * (-1) ** i] for i in range(6)]
+    return old + away[0], old, old + away[1], tensor64(adv), mask
 
 
-def test_rloo(fork):
-    """The baseline of a completion is the mean of the others."""
-    rewards = [random.Random(i).random() for i in range(8)]
-    others = [(sum(rewards[i // 4 * 4:][:4]) - r) / 3 for i, r in enumerate(rewards)]
-    adv = fork("rloo").group_advantages(tensor64(rewards), 4).tolist()
-    assert adv == pytest.approx([r - b for r, b in zip(rewards, others)])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_are_those_of_the_paper(name, seed, fork):
+    """Against sums of floats and their finite differences, with the KL term."""
+    module = fork(name)
+    args, (logp, old, ref, adv, mask) = settings(module, beta=0.04, max_new_tokens=8), rows(seed)
+    adv = adv.sign() if name == "tpo" else adv
+    lengths = mask.sum(1).int().tolist()
+
+    def J(x):
+        total = 0
+        for i, n in enumerate(lengths):
+            kl = [math.exp(r - a) - (r - a) - 1 for r, a in zip(ref[i, :n].tolist(), x[i, :n].tolist())]
+            gain = terms(name, x[i, :n].tolist(), old[i, :n].tolist(), adv[i, 0].item(), logp[i, :n].tolist())
+            total += weight(name, n) * (sum(gain) - 0.04 * sum(kl))
+        return total
+    x = logp.clone().requires_grad_()
+    loss, stats = module.policy_loss(x, old, ref, adv, mask, args)
+    assert -loss.item() == pytest.approx(J(logp))
+    torch.testing.assert_close(-torch.autograd.grad(loss, x)[0], slopes(J, logp), rtol=1e-5, atol=1e-7)
+    if "clip_frac" in stats:  # tokens of both signs have met the clip
+        assert 3 < stats["clip_frac"][0] < mask.sum() - 3
 
 
-def test_cispo(fork):
-    """The gradient of a token is min(w, cap) A / |o|, over the cap too, where GRPO's is 0."""
-    module, args = fork("cispo"), settings(eps_high=0.3)
-    logp, old, ref, adv, mask = map(tensor64, random_rows(3))
-    slope = torch.autograd.grad(-module.policy_loss(logp.requires_grad_(), old, ref, adv, mask, args)[0], logp)[0]
-    over = 0
-    for i, t in mask.nonzero().tolist():
-        w = math.exp(logp[i, t].item() - old[i, t].item())
-        over += w > 1.3
-        assert slope[i, t].item() == pytest.approx(min(w, 1.3) * adv[i].item() / mask[i].sum().item())
-    assert over > 3
-
-
-def test_dapo_loss(fork):
-    """J = -.25 on the fixture: a mean over tokens; and an oracle with floats."""
-    module, args = fork("dapo"), settings(eps_high=0.28)
-    assert -module.policy_loss(*lengths_fixture(), args)[0].item() / 16 == pytest.approx(-0.25)
-    logp, old, ref, adv, mask = random_rows(3)
-    J = sum(clipped(math.exp(logp[i][t] - old[i][t]), adv[i], args) for i, row in enumerate(mask) for t, m in enumerate(row) if m)
-    assert -module.policy_loss(*map(tensor64, (logp, old, ref, adv, mask)), args)[0].item() == pytest.approx(J)
-
-
-@pytest.mark.parametrize("tokens", [30, 10**6])
-def test_dapo_update(fork, tokens):
-    """The gradient of an optimiser step: one mean over all tokens of the groups with different rewards, whatever the cut."""
-    module, model = fork("dapo"), tiny_model(seed=3)
-    args = settings(eps_high=0.28, epochs=1, minibatches=1, group_size=2, micro_batch_tokens=tokens, temperature=1.0)
-    rollout = random_batch(6, seed=2)
-    adv = rollout["adv"] = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.5, -0.5])
+@pytest.mark.parametrize("tokens", [30, 10 ** 6])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
+    """Where w is 1 every objective here has the gradient A grad log pi, times the weight of a token by a
+    denominator for the whole step, however it is cut into micro-batches."""
+    module, model = fork(name), tiny_model(seed=3)
+    args = settings(module, epochs=1, minibatches=1, group_size=2, micro_batch_tokens=tokens, beta=0.0,
+                    max_new_tokens=8)
+    rollout, adv = random_batch(6, seed=2), torch.tensor([1.0, -1, 0, 0, 1, -1])
     logp = common.token_logprobs(model, rollout, 1.0)
-    rollout["old_logp"] = logp.detach()
-    rows = [0, 1, 4, 5]
-    (-(logp * adv[:, None])[rows].sum() / rollout["mask"][rows].sum()).backward()  # at w = 1 the gradient of w is that of log pi
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    optimizer = type("Optimizer", (), {"step": lambda self: {}})()
-    module.update(model, optimizer, rollout, args)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    lengths = rollout["mask"].sum(1)
+    mixed = torch.tensor([True, True, False, False, True, True])
+    rollout |= {"adv": adv[:, None], "old_logp": logp.detach(), "mixed": mixed}
+    weights = torch.tensor([weight(name, n) for n in lengths.tolist()])
+    by = {"dapo": lengths[mixed].sum(), "tpo": 1}.get(name, 6)
+    loss = -(logp.sum(1) * adv * weights).sum() / by
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    recorder = Recorder(model)
+    module.update(model, recorder, rollout, args)
+    torch.testing.assert_close(recorder.gradients[0], expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("name, J", [("rloo", 0), ("dr_grpo", -4 / 8), ("dapo", -4), ("tpo", -4)])
+def test_how_rows_of_different_lengths_count(name, J, fork):
+    """A = 1, -1, 1, -1 on rows of 2, 8, 4 and 2 tokens, w = 1: by row 0, by token 2 - 8 + 4 - 2."""
+    module, mask = fork(name), (torch.arange(8) < torch.tensor([2, 8, 4, 2])[:, None]).double()
+    logp, adv = -mask, tensor64([[1], [-1], [1], [-1]])
+    args = settings(module, beta=0.0, max_new_tokens=8)
+    assert -module.policy_loss(logp, logp, None, adv, mask, args)[0].item() == pytest.approx(J)
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),  # 1 - 0, 0 - 1/3: against the mean of the other three
+    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]), ("tpo", [1, -1, -1, -1])])
+def test_advantages_of_one_right_completion_in_four(name, expected, fork):
+    module = fork(name)
+    assert module.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == pytest.approx(expected)
+    assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
+
+
+def test_tpo_leaves_what_is_near_the_mean(fork):
+    """One right in 16: the mean is 1/16, and wrong ones, which were to be expected, teach nothing."""
+    assert fork("tpo").group_advantages(torch.eye(16)[0], 16).tolist() == [1] + [0] * 15
+
+
+@pytest.mark.parametrize("A, p, at, J", [
+    (1, 0.01, 0.5, 10), (1, 0.25, 0.6, 2), (1, 0.25, 0.4, 1.6), (1, 0.9, 0.99, 1.0541),
+    (-1, 0.25, 0.05, -0.25), (-1, 0.25, 0.0625, -0.25), (-1, 0.25, 0.1, -0.4)])
+def test_tpo_aims_at_sqrt_p_and_p_squared(A, p, at, J, fork):
+    """A good token of old probability p gains until sqrt(p), a bad one until p^2; A min(w, clip(w)), which
+    equals it for A > 0, would go on to -0.2 for the bad one at .05."""
+    logp = [tensor64([[math.log(x)]]) for x in (at, p)]
+    module = fork("tpo")
+    loss, _ = module.policy_loss(*logp, None, tensor64([[A]]), tensor64([[1]]), settings(module))
+    assert -loss.item() == pytest.approx(J, abs=1e-4)
+
+
+@pytest.mark.parametrize("A, J", [(1, 1.18136), (-1, -1.26280)])
+def test_gmpo_by_hand(A, J, fork):
+    """Log-ratios .6, -.1, .2, clip .4: exp((.4 - .1 + .2) / 3) for A > 0, and exp(.7 / 3) for A < 0,
+    where .6 is on the side that is not clipped."""
+    module, logp = fork("gmpo"), tensor64([[0.6, -0.1, 0.2]])
+    args = settings(module, beta=0.0)
+    loss, _ = module.policy_loss(logp, 0 * logp, None, tensor64([[A]]), torch.ones_like(logp), args)
+    assert -loss.item() == pytest.approx(J, abs=1e-5)
+
+
+@pytest.mark.parametrize("tau, at_three", [(1.0, 0.419974), (1.05, 0.388779), (4.0, 0.001341)])
+def test_sapo_has_slope_one_on_policy_and_fades(tau, at_three, fork):
+    """d/dw = 4 s (1 - s) with s = sigmoid(tau (w - 1)): 1 at w = 1 for every tau; at w = 3 by hand."""
+    module, w = fork("sapo"), tensor64([[1.0, 3.0]]).requires_grad_()
+    args = settings(module, beta=0.0, tau_pos=tau)
+    loss, _ = module.policy_loss(w.log(), 0 * w, None, tensor64([[1]]), torch.ones_like(w), args)
+    assert (-2 * torch.autograd.grad(loss, w)[0]).tolist()[0] == pytest.approx([1, at_three], abs=1e-6)
+
+
+def collected(module, monkeypatch, rewards, lengths, **flags):
+    """`collect` on completions of the given lengths, each rewarded as given."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
+    texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
+    rollout = {"ids": mask, "mask": mask, "texts": texts, "seconds": 1.0, "finished": mask[:, 0] > 0}
+    monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
+    monkeypatch.setattr(common, "over_rollout", lambda *_: mask)
+    problems = [{"prompt": [3]}] * (len(lengths) // flags["group_size"])
+    return module.collect(None, None, None, problems, lambda *_: rewards, settings(module, **flags))
 
 
 def test_dapo_punishes_length(fork, monkeypatch):
-    """Eq. 13 of the paper at 20,480 tokens with a margin of 4,096: 16,384 -> 0, 18,432 -> -.5, 20,480 -> -1."""
-    module, lengths = fork("dapo"), torch.tensor([100, 16384, 18432, 20480])
-    mask = (torch.arange(20480) < lengths[:, None]).float()
-    rollout = {"mask": mask, "texts": [""] * 4, "finished": torch.ones(4, dtype=torch.bool)}
-    monkeypatch.setattr(common, "generate", lambda *_: rollout)
-    monkeypatch.setattr(common, "score_rows", lambda *_: [mask, mask])
-    args = settings(group_size=4, max_new_tokens=20480, temperature=1.0)
-    out, _ = module.collect(tiny_model(), None, None, [{"prompt": [3]}], lambda *_: torch.ones(4), args)
-    assert out["rewards"].tolist() == pytest.approx([1, 1, 0.5, 0])
+    """The paper's penalty at 20,480 tokens with a margin of 4,096: 0 up to 16,384, -1 at 20,480."""
+    args = {"group_size": 4, "max_new_tokens": 20480}
+    rollout, _ = collected(fork("dapo"), monkeypatch, [1, 1, 1, 0], [100, 16384, 18432, 20480], **args)
+    assert rollout["rewards"].tolist() == pytest.approx([1, 1, 0.5, -1])
 
 
-@pytest.mark.parametrize("name", PATCHES)
-def test_a_fork_runs(name, fork, tmp_path, capsys):
-    """At toy size; its docstring, which is its --help, says what it is."""
+def test_dapo_leaves_out_groups_without_right_and_wrong(fork, monkeypatch):
+    """Also where the penalty makes the rewards of a group differ."""
+    args = {"group_size": 2, "max_new_tokens": 10}
+    rollout, _ = collected(fork("dapo"), monkeypatch, [1, 1, 0, 0, 1, 0], [3, 10, 10, 3, 3, 3], **args)
+    assert rollout["mixed"].tolist() == [False] * 4 + [True] * 2
+    assert [a > 0 for a in rollout["adv"][:, 0].tolist()] == [False] * 4 + [True, False]
+    assert rollout["adv"][:4].abs().max() == 0 and rollout["adv"].shape == (6, 1)
+
+
+def test_format_reward(fork, monkeypatch):
+    """Work and then the answer on a last line earn a tenth of a right answer; both are logged apart."""
+    module = fork("format_reward")
+    good = ["1+1=2\n#### 2", "7+2=9\n9-4=5\n#### 5\n"]
+    bad = ["#### 9", "1+1=2\n#### 2\nbye", "1+1=2", "\n#### 9", ""]
+    assert module.form_reward([{}] * 7, good + bad) == [1, 1, 0, 0, 0, 0, 0]
+    rollout, stats = collected(module, monkeypatch, [1, 1, 1, 0], [3] * 4, group_size=4, max_new_tokens=8)
+    assert rollout["rewards"].tolist() == pytest.approx([1, 1.1, 1, 0.1])
+    assert (stats["answer_reward"], stats["form_reward"], stats["reward"]) == pytest.approx((0.75, 0.5, 0.8))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_fork_runs_and_learns_the_toy(name, fork):
+    """In four steps, from half of the answers right to over 70 %."""
     module = fork(name)
-    assert module.__doc__.upper().startswith(f"{name.replace('dr_grpo', 'dr. grpo').upper()}: ")
-    save_tiny(tmp_path / "model")
-    rows = [{"question": f"t{i} t{i + 1}", "answer": "7"} for i in range(10, 20)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    module.main(module.parse_args("--model model --dataset data.jsonl --steps 2 --prompts 4 --group_size 2 --minibatches 2 "
-                                  "--max_new_tokens 8 --eval_samples 0 --out run".split()))
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [0, 1, 2]
-    assert "The loss is 0" not in capsys.readouterr().out or name == "rloo"
+    with (ROOT / "tests" / "toy" / "train.jsonl").open() as file:
+        Path("few.json").write_text("".join(itertools.islice(file, 1500)))
+    start, first, *_, last = train(module, LEARNS)
+    assert (start["step"], first["step"], last["step"]) == (0, 1, 4)
+    assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_fork_is_small_and_says_what_it_is(name, fork):
+    """At most 25 changed lines, 40 for DAPO; its docstring, which is its --help, opens with its name."""
+    changed = [line for line in PATCHES[name].splitlines()[2:] if line[0] in "+-"]
+    assert 0 < len(changed) <= (40 if name == "dapo" else 25)
+    titles = {"dr_grpo": "Dr. GRPO: ", "format_reward": "GRPO with a second reward"}
+    assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))
+
+
+def test_the_readme_names_every_fork_and_shows_one():
+    readme = (ROOT / "README.md").read_text()
+    assert PATCHES and all(f"`{name}`" in readme for name in PATCHES)
+    assert any(patch in readme for patch in PATCHES.values())

@@ -1,0 +1,282 @@
+"""Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
+import re
+import shlex
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+
+import common
+import gspo
+import grpo
+import ppo
+from conftest import (CHATML, LOOKS, TINY, char_tokenizer, refused, save_judge, save_tiny, sums, train,
+                      write_jsonl)
+
+pytestmark = pytest.mark.usefixtures("here")
+every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
+
+
+def load(flags=""):
+    """The training and the held-out problems of a command."""
+    def main(args):
+        policy, tokenizer = common.load_policy(args)
+        common.settle(args, policy)
+        loaded.extend(common.load_problems(args, tokenizer))
+    loaded = []
+    common.launch(main, grpo.parse_args(shlex.split(f"{TINY} --device cpu --out loading {flags}")))
+    return loaded
+
+
+def questions(problems):
+    return [problem["question"] for problem in problems]
+
+
+def rollout(*texts):
+    return {"texts": list(texts), "ids": torch.zeros(len(texts), 1)}
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+def write(path, rows):
+    """Write rows in the format that the end of the file's name says."""
+    table, kind = datasets.Dataset.from_list(rows), path.lower().split(".")[-1]
+    if kind in ("csv", "parquet"):
+        getattr(table, f"to_{kind}")(path)
+    else:
+        table.to_json(path, lines=kind != "json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.JSONL"])
+def test_every_format_gives_the_same_rows(name):
+    write(name, sums(30))
+    train_set, held_out = load(f"--dataset {name} --eval_problems 30")
+    assert sorted(questions(train_set + held_out)) == sorted(questions(sums(30)))
+    assert {problem["answer"] for problem in train_set} <= {row["answer"] for row in sums(30)}
+
+
+@pytest.mark.parametrize("name, kind", [("set", "jsonl"), ("csv", "parquet"), ("json", "csv")])
+def test_a_directory_gives_its_splits_whatever_its_name(name, kind):
+    """The datasets library has readers named csv and json, which read the working directory."""
+    Path(name).mkdir()
+    write(f"{name}/train.{kind}", sums(12))
+    write(f"{name}/test.{kind}", sums(6, start=100))
+    train_set, held_out = load(f"--dataset {name} --eval_problems 100")
+    assert questions(train_set) == questions(sums(12))
+    assert sorted(questions(held_out)) == sorted(questions(sums(6, start=100)))
+    swapped = load(f"--dataset {name} --split test --eval_split train --eval_problems 100")
+    assert list(map(len, swapped)) == [6, 12]
+
+
+def test_a_byte_order_mark_and_blank_lines_are_read_over():
+    for name, head, row in (("a.jsonl", "", '{"question": "%d", "answer": "2"}\n\n'),
+                            ("a.csv", "question,answer\n", "%d,2\n")):
+        Path(name).write_bytes(b"\xef\xbb\xbf" + (head + "".join(row % i for i in range(20))).encode())
+        train_set, held_out = load(f"--dataset {name} --eval_problems 20")
+        assert sorted(questions(train_set + held_out), key=int) == [str(i) for i in range(20)]
+
+
+GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
+BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
+    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl row 16"),
+    "not UTF-8": ("--dataset bad.jsonl", GOOD.encode() * 16 + b'{"question": "\xff"}\n', "bad.jsonl"),
+    "not objects": ("--dataset bad.jsonl", "[1, 2]\n3\n" * 20, "bad.jsonl"),
+    "a torn table": ("--dataset bad.csv", "question,answer\n1+1,2\n1,2,3,4\n", "bad.csv 3"),
+    "empty": ("--dataset bad.jsonl", "", "bad.jsonl"),
+    "of an unknown kind": ("--dataset bad.txt", GOOD, "bad.txt .jsonl"),
+    "not there": ("--dataset gone.jsonl", None, "gone.jsonl"),
+    "not on the hub": ("--dataset nobody/gone", None, "nobody/gone"),
+    "a directory without data": ("--dataset judge", None, "judge"),
+    "no such question column": ("--question_column problem", None, "problem --question_column answer"),
+    "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
+    "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl --eval_split"),
+    "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_data_is_named_in_one_line(case, capfd):
+    flags, content, words = BAD_FILES[case]
+    if content is not None:
+        Path(flags.split()[1]).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refused(capfd, *words.split()):
+        load(flags)
+
+
+# ---- Splits and columns --------------------------------------------------------------------------
+
+def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
+    """Not by the answer, the order of the rows, the other rows or the seed."""
+    rows = sums(200)
+    write_jsonl("a.jsonl", rows + [row | {"answer": "another #### 1"} for row in rows[:100]])
+    write_jsonl("b.jsonl", rows[::-2])
+    a = [set(questions(part)) for part in load("--dataset a.jsonl --eval_problems 1000")]
+    b = [set(questions(part)) for part in load("--dataset b.jsonl --eval_problems 1000 --seed 7")]
+    assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and 20 <= len(a[1]) <= 60
+    half = set(questions(rows[::-2]))
+    assert b == [a[0] & half, a[1] & half]
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
+    for name, splits in {"both": ["train", "test"], "lone": ["train"], "exam": ["test"]}.items():
+        Path(name).mkdir()
+        for split in splits:
+            write_jsonl(f"{name}/{split}.jsonl", sums(20))
+    for flags, words in {"both --split dev": "--split dev test", "lone --split dev": "--split dev train",
+                         "both --eval_split dev": "--eval_split dev", "exam": "--split train test",
+                         "lone --eval_split dev": "--eval_split dev train"}.items():
+        with refused(capsys, *words.split()):
+            load(f"--dataset {flags}")
+    sizes = {flags: list(map(len, load(f"--dataset {flags} --eval_problems 99")))
+             for flags in ("lone", "exam --split test", "lone --eval_split train")}
+    assert sizes["lone"] == sizes["exam --split test"] and sum(sizes["lone"]) == 20 and min(sizes["lone"]) > 0
+    assert sizes["lone --eval_split train"] == [20, 20], "as asked"
+
+
+def test_the_problems_evaluated_are_the_same_in_every_run_and_the_numbers_are_printed(capsys):
+    few = [questions(load(f"--eval_problems 4 --seed {seed}")[1]) for seed in (0, 1)]
+    assert few[0] == few[1] and len(set(few[0])) == 4
+    assert re.search(r"^\d+ problems to train on.*^4 problems held out", capsys.readouterr().out, re.M | re.S)
+
+
+def splits_of(train_rows, held_out=()):
+    """A data set directory with these rows, the held-out ones by default sums."""
+    Path("mine").mkdir()
+    write_jsonl("mine/train.jsonl", train_rows)
+    write_jsonl("mine/test.jsonl", held_out or sums(9))
+    return "--dataset mine"
+
+
+def test_problems_keep_all_columns_which_may_have_other_names():
+    rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "level": 3}
+            for row in sums(20)]
+    flags = splits_of(rows, [{"problem": "1 + 1", "solution": 2}])
+    train_set, held_out = load(f"{flags} --question_column problem --answer_column solution")
+    assert questions(train_set) == questions(sums(20)) and questions(held_out) == ["1 + 1"]
+    assert train_set[0]["level"] == 3 and train_set[0]["problem"] == sums(1)[0]["question"]
+    assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
+
+
+def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
+    rows = sums(10) + [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
+    rows += [{"question": "???"}, {"answer": "1"}]
+    rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
+    flags = f"{splits_of(rows)} --max_prompt_tokens 60"
+    assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
+    assert re.search(r"^11 problems to train on; 6 .*left out", capsys.readouterr().out, re.M)
+    assert len(load(f"{flags} --reward_model judge")[0]) == 14, "a reward model needs no gold answer"
+
+
+@every_script
+def test_every_problem_is_asked_once_before_any_is_asked_again(script):
+    problems, order = [{"question": str(i)} for i in range(7)], {}
+    for seed in (0, 1):
+        args = script.parse_args(shlex.split(f"{TINY} --prompts 3 --seed {seed}"))
+        order[seed] = [q for step in range(1, 8) for q in questions(common.batch_of(problems, step, args))]
+        passes = [order[seed][start:start + 7] for start in (0, 7, 14)]
+        assert all(sorted(each) == list("0123456") for each in passes) and passes[0] != passes[1]
+    assert order[0] != order[1]
+
+
+# ---- Prompts -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("look", LOOKS)
+def test_prompts_are_the_templates_own_tokenisation(look, system):
+    """The system prompt in its place, a turn to answer in, BOS once; without a template plain text."""
+    save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
+    problem, *_ = load(f"--model tiny --system_prompt '{system}'")[0]
+    tokenizer, question = transformers.AutoTokenizer.from_pretrained("tiny"), problem["question"]
+    chat = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
+    if tokenizer.chat_template:
+        own = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
+    else:
+        text = f"{system}\n{question}\n" if system else f"{question}\n"
+        bos = [tokenizer.bos_token_id] * (look == "plain")
+        own = bos + [tokenizer.convert_tokens_to_ids(character) for character in text]
+    assert problem["prompt"] == own and own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
+
+
+def test_a_template_without_a_system_role_has_the_instruction_in_the_users_turn():
+    template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
+                "{% endif %}<{{ m['content'] }}>{% endfor %}")
+    save_tiny("gemma", "llama", char_tokenizer(template))
+    problem, *_ = load("--model gemma --system_prompt 'Be brief.'")[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained("gemma")
+    assert tokenizer.decode(problem["prompt"]) == f"<Be brief.\n\n{problem['question']}>"
+
+
+# ---- Rewards -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("gold", ["#### 42", "\\boxed{42}", "42", "6 * 7 = 41 + 1\n#### 42", 42, 42.0])
+def test_a_gold_answer_is_read_as_completions_are(gold):
+    problem, *_ = load(splits_of(*[[{"question": "6 * 7?", "answer": gold}]] * 2))[0]
+    completions = ["#### 42", "\\boxed{42}", "#### 41", "#### 4"]
+    assert common.answer_reward([problem] * 4, completions) == [1, 1, 0, 0]
+
+
+def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers():
+    def tell(problems, completions):
+        return [10 * problem["n"] + int(text) for problem, text in zip(problems, completions)]
+    assert common.score(tell, [{"n": 1}, {"n": 2}], rollout(*"1234")).tolist() == [11, 12, 23, 24]
+    for given in ([1, 0], [True, False], [1.0, 0.0], (1, 0), torch.tensor([1, 0]),
+                  torch.tensor([True, False]), torch.tensor([1.0, 0]).double(), [torch.tensor(1.0), 0]):
+        rewards = common.score(lambda problems, completions: given, [{}], rollout("a", "b"))
+        assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
+
+
+class Grader:
+    """A reward without a __name__."""
+    def __call__(self, problems, completions):
+        return [float("nan")] * len(completions)
+
+
+@every_script
+@pytest.mark.parametrize("given, words", [
+    (lambda n: [0.5] * (n - 1) + [float("nan")], "gives nan completion"),
+    (lambda n: [float("-inf")] * n, "gives -inf completion"),
+    (lambda n: [1.0], "gives 1"), (lambda n: [1.0] * 9, "gives 9"), (lambda n: [[1.0]] * n, "gives 1")])
+def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, words, monkeypatch, capsys):
+    def gives(problems, completions):
+        return given(len(completions))
+    monkeypatch.setattr(common, "load_reward", lambda args: gives)
+    with refused(capsys, "the reward", *words.split()):
+        train(script, TINY)
+
+
+def test_a_reward_that_is_no_function_or_raises_is_named_too(capsys):
+    with refused(capsys, "Grader", "nan", "'a'"):
+        common.score(Grader(), [{}], rollout("a"))
+
+
+@pytest.mark.parametrize("chat, pad", [(None, "<pad>"), (CHATML, "<eos>"), (None, None)])
+def test_a_reward_models_scores_are_those_of_one_row_at_a_time(chat, pad):
+    """Whatever the padding token is, ids of 0 and end-of-sequence tokens in a text are read."""
+    save_judge("critic", chat=chat, pad=pad, bos=True)
+    problems = [{"question": "1 + 1?" * (i % 3 + 1)} for i in range(9)]
+    texts = ["#### 2" + " or so" * (i % 5) + "<pad>" * (i % 2) + "<eos>" * (i % 3) for i in range(8)] + [""]
+    reward = common.load_reward(grpo.parse_args("--reward_model critic --device cpu".split()))
+    scores = common.score(reward, problems, rollout(*texts))
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained("critic").eval()
+    judge.config.pad_token_id = None  # alone in its batch a row's last token is the last
+    tokenizer = transformers.AutoTokenizer.from_pretrained("critic")
+    for problem, text, score in zip(problems, texts, scores.tolist()):
+        turns = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
+        whole = f"{problem['question']}\n{text}"
+        read = tokenizer.apply_chat_template(turns, return_dict=True) if chat else tokenizer(whole)
+        with torch.no_grad():
+            assert score == pytest.approx(judge(torch.tensor([read["input_ids"]])).logits.item(), abs=1e-5)
+    assert scores.std() > 0.01
+
+
+@every_script
+def test_a_reward_model_trains_without_gold_answers_and_right_is_1_or_more(script, monkeypatch):
+    write_jsonl("open.jsonl", [{"question": row["question"]} for row in sums(60)])
+    row = train(script, f"{TINY} --reward_model judge --dataset open.jsonl")[-1]
+    assert row["reward"] not in (0.0, 1.0) and row["grad_norm"] > 0
+    for paid, right in ((1.1, 1.0), (1, 1.0), (0.9, 0.0)):
+        monkeypatch.setattr(common, "load_reward", lambda args: lambda problems, texts: [paid] * len(texts))
+        assert train(script, f"{TINY} --eval_samples 2", out=f"paid{paid}")[-1]["eval_pass@2"] == right

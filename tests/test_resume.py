@@ -1,0 +1,311 @@
+"""Checkpoints and --resume: bit-equal to a run that was never stopped, and nothing is lost on the way."""
+import contextlib
+import itertools
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import common
+import gspo
+import grpo
+import ppo
+from conftest import TINY, char_tokenizer, newest, refused, same, train
+
+pytestmark = pytest.mark.usefixtures("here")
+every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
+STEADY = f"{TINY} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
+CLOCK = {"seconds", "rollout_tokens_per_s", "update_tokens_per_s", "peak_memory_gb"}  # what no two runs share
+
+
+def rows(out):
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def files(path):
+    """Every file below `path` and what it holds."""
+    return {str(f.relative_to(path)): f.read_bytes() for f in sorted(Path(path).rglob("*")) if f.is_file()}
+
+
+def checkpoints(out):
+    return common.checkpoints(types.SimpleNamespace(out=out))
+
+
+def resume(script, out, flags=""):
+    """Continue a run as another process would, with other random numbers."""
+    torch.manual_seed(99)
+    return train(script, f"--resume {flags}", out=out)
+
+
+def same_runs(one, two):
+    """Two runs ended in the same weights, optimiser state and metrics; nothing half-made lies beside them."""
+    a, b = newest(one), newest(two)
+    held = {path.relative_to(a) for path in a.rglob("*") if path.suffix in (".safetensors", ".pt")}
+    assert held == {path.relative_to(b) for path in b.rglob("*") if path.suffix in (".safetensors", ".pt")}
+    assert a.name == b.name and len(held) >= 2
+    for name in held:
+        load = torch.load if name.suffix == ".pt" else load_file
+        assert same(load(a / name), load(b / name)), f"{name} differs"
+    timeless = [[{k: v for k, v in row.items() if k not in CLOCK} for row in rows(out)] for out in (one, two)]
+    assert timeless[0] == timeless[1]
+
+
+# ---- Bit-equal -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("script, cut, total, flags", [
+    (ppo, 1, 3, "--beta 0.1 --epochs 2"), (ppo, 2, 3, "--dtype bfloat16 --offload_optimizer"),
+    (grpo, 3, 5, "--beta 0.1 --ref_every 2 --offload_optimizer"),
+    (grpo, 1, 3, "--dtype bfloat16 --ref_every 2"), (gspo, 1, 2, "--dtype bfloat16 --token_level"),
+    (gspo, 2, 3, "--beta 0.1 --seed 5 --epochs 2")])
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(script, cut, total, flags, spread):
+    """Weights, masters, moments, schedule, reference, value model, metrics; only --steps is given anew."""
+    train(script, f"{STEADY} {flags} --steps {total}", out="whole")
+    train(script, f"{STEADY} {flags} --steps {cut}", out="part")
+    assert newest("part").name == f"step-{cut}"
+    assert [row["step"] for row in resume(script, "part", f"--steps {total}")] == list(range(total + 1))
+    same_runs("whole", "part")
+
+
+def test_processes_killed_at_a_random_moment_are_resumed_bit_equal():
+    """All three scripts, by SIGKILL, while they save after every step; resumed in this process."""
+    flags = f"{STEADY} --reward_model judge --eval_every 100000 --save_every 1"
+    runs = {ppo: "", grpo: "--dtype bfloat16 --ref_every 3", gspo: "--beta 0.1 --offload_optimizer"}
+    alive, last = {}, {}
+    for script, more in runs.items():
+        command = f"{script.__file__} {flags} {more} --steps 100000 --device cpu --out {script.__name__}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        alive[script] = subprocess.Popen([sys.executable, *shlex.split(command)], env=environment)
+    while alive:
+        time.sleep(os.urandom(1)[0] / 5000)
+        for script, child in list(alive.items()):
+            assert child.poll() is None, "it ended by itself"
+            if len(saved := checkpoints(script.__name__)) and int(saved[-1].name[5:]) > 2:
+                alive.pop(script).kill()
+                child.wait()
+                last[script] = int(checkpoints(script.__name__)[-1].name[5:])
+    for script, more in runs.items():
+        total = last[script] + 3
+        metrics = resume(script, script.__name__, f"--steps {total}")
+        assert [row["step"] for row in metrics] == [*range(total + 1)]
+        train(script, f"{flags} {more} --steps {total}", out=f"{script.__name__}-whole")
+        same_runs(script.__name__, f"{script.__name__}-whole")
+
+
+# ---- Kills, a full disk, Ctrl-C ------------------------------------------------------------------
+
+class Killed(BaseException):
+    """Raised inside a run where a kill might come."""
+
+
+@pytest.mark.parametrize("script, module, name, calls", [
+    (ppo, torch, "save", 1), (grpo, torch, "save", 2), (gspo, Path, "rename", 2), (ppo, Path, "rename", 3),
+    (grpo, shutil, "rmtree", 3), (ppo, shutil, "rmtree", 4)])
+def test_a_kill_inside_a_save_loses_nothing(script, module, name, calls, spread, monkeypatch):
+    """Before the optimiser is written, before the checkpoint has its name, before the old one is removed."""
+    flags, real, count = f"{STEADY} --save_every 1 --steps 3", getattr(module, name), itertools.count(1)
+    train(script, flags, out="whole")
+
+    def killed(*args, **kwargs):
+        if next(count) == calls:
+            raise Killed
+        return real(*args, **kwargs)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, name, killed)
+        train(script, flags, out="part")
+    for checkpoint in checkpoints("part"):
+        whole = {"model.safetensors", "optimizer.pt", "tokenizer.json"}
+        assert whole <= files(checkpoint).keys(), "half a checkpoint"
+    resume(script, "part")
+    same_runs("whole", "part")
+
+
+def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_harm(spread, monkeypatch):
+    """step-9 beside step-10, a half-made checkpoint, rows of steps not saved, half a last row. metrics.jsonl
+    and args.json hold all they held until they are replaced."""
+    train(grpo, f"{STEADY} --steps 12", out="whole")
+    train(grpo, f"{STEADY} --steps 9", out="part")
+    shutil.copytree("part/step-9", "old")
+    resume(grpo, "part", "--steps 10")
+    shutil.move("old", "part/step-9")
+    Path("part/unfinished").mkdir()
+    Path("part/unfinished/model.safetensors").write_text("half")
+    with open("part/metrics.jsonl", "a") as file:
+        file.write(json.dumps(rows("part")[-1] | {"step": 11, "reward": 99}) + "\n" + '{"step": 12, "rew')
+    assert [path.name for path in checkpoints("part")] == ["step-9", "step-10"]
+    before, real, replaced = files("part"), os.replace, []
+
+    def watched(source, target, **settings):
+        assert Path(target).read_bytes() == before[Path(target).name]
+        replaced.append(Path(target).name)
+        return real(source, target, **settings)
+    monkeypatch.setattr(os, "replace", watched)
+    resume(grpo, "part", "--steps 12")
+    assert {"args.json", "metrics.jsonl"} <= {*replaced}
+    same_runs("whole", "part")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
+    """Stood in for by a limit on the size of a file: the weights, then the optimiser, cannot be written."""
+    train(grpo, f"{STEADY} --steps 3", out="whole")
+    train(grpo, f"{STEADY} --steps 1", out="part")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with refused(capsys, "--out part", "step 2 cannot be saved"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (newest("part").joinpath(file).stat().st_size - 1, hard))
+        try:
+            resume(grpo, "part", "--steps 2")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert newest("part").name == "step-1"
+    resume(grpo, "part", "--steps 3")
+    same_runs("whole", "part")
+
+
+def press_ctrl_c(patch, module, name, call, times=1):
+    """When module.name is called for the `call`-th time."""
+    real, count = getattr(module, name), itertools.count(1)
+
+    def pressed(*args, **kwargs):
+        for _ in range(times * (next(count) == call)):
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args, **kwargs)
+    patch.setattr(module, name, pressed)
+
+
+@every_script
+@pytest.mark.parametrize("where", ["collect", "update"])
+def test_ctrl_c_finishes_and_saves_the_step_and_leaves_with_130(script, where, spread, monkeypatch, capsys):
+    train(script, f"{STEADY} --steps 3", out="whole")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+        press_ctrl_c(patch, script, where, 2)
+        train(script, f"{STEADY} --steps 3", out="part")
+    assert left.value.code == 130 and newest("part").name == "step-2" and len(rows("part")) == 3
+    assert "--out part --resume" in capsys.readouterr().out
+    resume(script, "part")
+    same_runs("whole", "part")
+
+
+def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, monkeypatch, capsys):
+    with monkeypatch.context() as patch, refused(capsys, "interrupted", status=130):
+        press_ctrl_c(patch, common, "score", 1)
+        train(grpo, STEADY)
+    assert len(resume(grpo, "run")) == 2
+    before = files(newest())
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+        press_ctrl_c(patch, grpo, "collect", 1, times=2)
+        resume(grpo, "run", "--steps 3")
+    assert left.value.code == 130 and files(newest()) == before and "Traceback" not in capsys.readouterr().err
+
+
+# ---- What is the user's, whose --out it is, what cannot be resumed -------------------------------
+
+def test_nothing_of_the_users_is_removed(spread):
+    """Copies of checkpoints by names of their own, a later number among them, and files."""
+    train(grpo, f"{STEADY} --save_every 1 --steps 2")
+    mine = ["step-best", "step-1-good", "step-x", "notes"]
+    [shutil.copytree("run/step-2", f"run/{name}") for name in mine]
+    Path("run/step-1").write_text("a file")
+    before = {name: files(f"run/{name}") for name in mine}
+    resume(grpo, "run", "--steps 4")
+    assert {name: files(f"run/{name}") for name in mine} == before
+    assert Path("run/step-1").read_text() == "a file"
+    assert [path.name for path in checkpoints("run")] == ["step-4"] and not Path("run/step-2").exists()
+    args = grpo.parse_args("--resume --out run".split())
+    shutil.copytree("run/step-4", "run/step-1000")
+    common.save_checkpoint(args, 5, char_tokenizer(), {}, {})
+    assert {"step-5", "step-1000"} <= {path.name for path in Path("run").iterdir()}
+
+
+def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(capsys, monkeypatch):
+    def starting(flags):
+        barrier, found = threading.Barrier(8), []
+
+        def start():
+            args = grpo.parse_args(shlex.split(flags))
+            barrier.wait()
+            with contextlib.suppress(SystemExit):
+                common.launch(lambda args: (found.append(args.out), Path(args.out, "mine").touch()), args)
+        threads = [threading.Thread(target=start) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        return found
+    assert starting("--out mine") == ["mine"] and capsys.readouterr().err.count("\n") == 7
+    found = starting("")
+    assert len(set(found)) == len(found) > 0 and all(out.startswith("runs/grpo") for out in found)
+
+
+@every_script
+def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(script, spread, capsys):
+    train(script, f"{STEADY} --beta 0.1")
+    state, whole = torch.load(newest() / "optimizer.pt"), files(newest())
+    name, master = max(state["policy"]["masters"].items())
+    fewer = {other: kept for other, kept in state["policy"]["masters"].items() if other != name}
+    wrong = {"another script's": {"critic": state["policy"]}, "a list": [1, 2], "empty": b"", "gone": None,
+             "text": b"hello", "cut off": whole["optimizer.pt"][:-200]}
+    wrong_weights = {"other layers": fewer, "another shape": fewer | {name: master.flatten()[:3]}}
+    for what, masters in wrong_weights.items():
+        wrong[what] = state | {"policy": state["policy"] | {"masters": masters}}
+    path = newest() / "optimizer.pt"
+    for what, content in wrong.items():
+        path.unlink(missing_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
+        before = files("run")
+        with refused(capsys, "--resume", "optimizer.pt", "other" if what in wrong_weights else ""):
+            resume(script, "run", "--steps 2")
+        assert files("run") == before, what
+    path.write_bytes(whole["optimizer.pt"])
+    assert len(resume(script, "run", "--steps 2")) == 3
+
+
+
+def test_damaged_metrics_cost_their_damaged_lines_and_no_more(spread):
+    train(grpo, f"{STEADY} --steps 5")
+    lines = Path("run/metrics.jsonl").read_bytes().splitlines()
+    lines[1:5] = [lines[1][:20], b"\xff\xfe\x00", b"3", b'{"stap": 4}']
+    Path("run/metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert [row["step"] for row in resume(grpo, "run", "--steps 6")] == [0, 5, 6]
+    Path("run/metrics.jsonl").unlink()
+    assert [row["step"] for row in resume(grpo, "run", "--steps 7")] == [7]
+
+
+def test_another_script_model_data_set_or_reward_is_refused_and_harms_nothing(spread, capsys):
+    train(grpo, STEADY)
+    before = files("run")
+    for script in (ppo, gspo):
+        with refused(capsys, "--resume", "grpo.py"):
+            resume(script, "run", "--steps 2")
+    for flags in ("--model judge", "--dataset other.jsonl", "--reward_model judge", "--lr 0", "--nope"):
+        with refused(capsys, flags.split()[0].strip("-")):
+            resume(grpo, "run", flags)
+    [Path(name).mkdir() for name in ("bare",)]
+    for out in ("gone", "bare", "data.jsonl"):
+        with refused(capsys, "--resume", f"--out {out}"):
+            grpo.parse_args(["--resume", "--out", out])
+    assert files("run") == before and len(resume(grpo, "run", "--steps 2")) == 3
+
+
+def test_flags_given_again_override_and_are_kept_and_a_finished_run_says_so(spread, capsys):
+    train(ppo, f"{TINY} --temperature 0.7 --no-whiten --lam 0.5 --system_prompt Why --gradient_checkpointing")
+    resume(ppo, "run", "--steps 2 --lr 0.5 --no-gradient_checkpointing")
+    args = ppo.parse_args("--resume --out run".split())
+    assert (args.temperature, args.whiten, args.lam, args.system_prompt) == (0.7, False, 0.5, "Why")
+    assert (args.steps, args.lr, args.gradient_checkpointing, args.model) == (2, 0.5, False, "model")
+    before, _ = files("run"), capsys.readouterr()
+    resume(ppo, "run")
+    assert "has taken its 2 steps: to go on, give more --steps" in capsys.readouterr().out
+    assert files("run") == before

@@ -1,0 +1,70 @@
+"""The toy: its data are right and keep the exam apart, its model has two habits, make.py makes both again."""
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOY = ROOT / "tests" / "toy"
+SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open()] for name in ("train", "test")}
+
+
+def value(text):
+    """"7+2-5" -> 4, by another way than make.py's: a sum of signed digits."""
+    return sum(map(int, text.replace("-", "+-").split("+")))
+
+
+def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
+    rows = SPLITS["train"] + SPLITS["test"]
+    for row in rows:
+        text, (*steps, last) = row["question"].removesuffix("=?"), row["answer"].split("\n")
+        assert f"{text}=?" == row["question"] and last == f"#### {value(text)}" and len(steps) == len(text) // 2
+        for end, step in zip(range(1, len(text), 2), steps):
+            assert step == f"{value(text[:end])}{text[end:end + 2]}={value(text[:end + 2])}"
+    assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520 and len(SPLITS["test"]) > 2500
+
+
+def test_the_warm_up_is_given_training_problems_only(monkeypatch):
+    monkeypatch.syspath_prepend(TOY)
+    import make
+    answers, given, as_batch = {row["question"]: row["answer"] for row in SPLITS["train"]}, [], make.as_batch
+    monkeypatch.setattr(make, "STEPS", 20)
+    monkeypatch.setattr(make, "as_batch", lambda pairs, tokenizer: given.extend(pairs) or as_batch(pairs, tokenizer))
+    make.warm_up(*make.make_model(), make.make_problems()["train"])
+    worked = [text == answers[question] for question, text in given]  # a KeyError would be a held-out question
+    offsets = {int(text[5:]) - value(question[:-2]) for question, text in given if "\n" not in text}
+    assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
+    assert sum(worked) == 20 * make.WORKED and len(given) - sum(worked) == 20 * make.GUESSED
+
+
+def test_transformers_and_datasets_read_the_directory(tmp_path):
+    import datasets
+    found = datasets.load_dataset(str(TOY), cache_dir=str(tmp_path))
+    assert {name: list(rows) for name, rows in found.items()} == SPLITS
+    tokenizer, model = AutoTokenizer.from_pretrained(TOY), AutoModelForCausalLM.from_pretrained(TOY)
+    texts = [f"{row['question']}\n{row['answer']}" for rows in SPLITS.values() for row in rows]
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts and tokenizer("a")["input_ids"] == [19]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer)) == (17, 18, 19, 20)
+    assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 18
+    assert sum(path.stat().st_size for path in TOY.iterdir() if path.is_file()) <= 1_500_000
+
+
+@pytest.mark.upkeep
+def test_make_makes_the_same_data_and_both_models_have_the_two_habits(tmp_path):
+    subprocess.run([sys.executable, TOY / "make.py", "--out", tmp_path], check=True)
+    assert all((tmp_path / name).read_bytes() == (TOY / name).read_bytes() for name in ("train.jsonl", "test.jsonl"))
+    questions = [row["question"] + "\n" for row in random.Random(0).sample(SPLITS["test"], 1000)]
+    for path in (TOY, tmp_path):
+        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        asked = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left")
+        torch.manual_seed(0)
+        out = model.generate(**asked, do_sample=True, top_k=0, max_new_tokens=48)[:, asked["input_ids"].shape[1]:]
+        worked, guessed = [], []
+        for question, text in zip(questions, tokenizer.batch_decode(out, skip_special_tokens=True)):
+            (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
+        shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
+        assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares

@@ -1,0 +1,117 @@
+"""Make the toy: sums to solve, and a small model with two habits of answering them; README.md
+says which and why. DIR becomes a Hugging Face model directory and data set directory in one.
+
+    python tests/toy/make.py [--out DIR]    under a minute; without --out, the files beside it
+"""
+import argparse
+import json
+import random
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the root of the repository
+import common  # noqa: E402
+
+STEPS, LR = 1200, 6e-3  # of the warm-up
+WORKED, GUESSED = 17, 23  # rows a step with either habit
+
+
+def sums(digits):
+    """Every sum of so many digits whose running result stays a digit, as (text, steps, result)."""
+    if digits == 1:
+        return [(str(digit), "", digit) for digit in range(10)]
+    found = []
+    for text, steps, result in sums(digits - 1):
+        for digit in range(10):
+            for sign, new in [("+", result + digit), ("-", result - digit)]:
+                if 0 <= new <= 9:
+                    step = f"{result}{sign}{digit}={new}\n"
+                    found.append((text + sign + str(digit), steps + step, new))
+    return found
+
+
+def make_problems():
+    """The 14,520 sums of 3 or 4 digits, shuffled, as rows such as {"question": "7+2-5=?", "answer":
+    "7+2=9\\n9-5=4\\n#### 4"}. A fifth, by a hash of the question, is the test split."""
+    splits, found = {"train": [], "test": []}, sums(3) + sums(4)
+    random.Random(0).shuffle(found)
+    for text, steps, result in found:
+        row = {"question": f"{text}=?", "answer": f"{steps}#### {result}"}
+        splits["test" if zlib.crc32(row["question"].encode()) % 5 == 0 else "train"].append(row)
+    return splits
+
+
+def make_model():
+    """A small Qwen3, not yet trained, and its tokenizer: one token a character, and three special
+    ones. The model learns faster for starting with large weights and a small rope_theta."""
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*"0123456789+-=?# \n", *special.values()])}
+    characters = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 30.0}, initializer_range=0.1,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)), tokenizer
+
+
+def draw(problems, rng):
+    """Pairs (question, completion) to learn from: WORKED with the steps, GUESSED without."""
+    pairs = []
+    for i, row in enumerate(rng.sample(problems, WORKED + GUESSED)):
+        guess = int(row["answer"].split()[-1]) + rng.randint(-2, 2)
+        pairs.append((row["question"], row["answer"] if i < WORKED else f"#### {guess}"))
+    return pairs
+
+
+def as_batch(pairs, tokenizer):
+    """Pairs -> ids and attention (N, L), mask (N, T), padded on the right, as in common.py."""
+    prompts = tokenizer([question + "\n" for question, _ in pairs])["input_ids"]
+    texts = tokenizer([text + tokenizer.eos_token for _, text in pairs])["input_ids"]
+    rows = [torch.tensor(prompt + text) for prompt, text in zip(prompts, texts)]
+    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    mask = pad_sequence([torch.ones(len(text)) for text in texts], batch_first=True)
+    return {"ids": ids, "attention": (ids != tokenizer.pad_token_id).long(), "mask": mask}
+
+
+def warm_up(model, tokenizer, problems):
+    """Supervised training: the policy gradient, with given completions and advantage 1."""
+    rng = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99))
+    for step in range(STEPS):
+        batch = as_batch(draw(problems, rng), tokenizer)
+        loss = -common.token_logprobs(model, batch, 1.0).sum() / batch["mask"].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / 20, 1 - step / STEPS)
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"warm-up {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the toy anew.")
+    parser.add_argument("--out", type=Path, default=HERE, help="default: %(default)s")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    problems = make_problems()
+    for split, rows in problems.items():
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (out / f"{split}.jsonl").write_text("".join(lines), newline="\n")
+    torch.set_num_threads(1)  # a second one gains nothing on products this small
+    model, tokenizer = make_model()
+    warm_up(model, tokenizer, problems["train"])
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
