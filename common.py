@@ -354,8 +354,7 @@ def attention_masks(model, positions, width):
     config = model.config.get_text_config()
     behind = positions[:, None, :, None] - torch.arange(width, device=positions.device)
     full = torch.zeros_like(behind, dtype=model.dtype).masked_fill_(behind < 0, -math.inf)
-    window = getattr(config, "sliding_window", None)
-    windowed = full.masked_fill(behind >= window, -math.inf) if window else full
+    windowed = full.masked_fill(behind >= (getattr(config, "sliding_window", None) or width), -math.inf)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     masks = {"full_attention": full, "sliding_attention": windowed}
     return masks if len(kinds) > 1 else masks[kinds.pop()]
@@ -547,12 +546,12 @@ def read_splits(source):
     import datasets  # takes a second: only here
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    path = Path(source)
-    if path.is_file() and path.suffix.lower() not in formats:
+    path, reader = Path(source), formats.get(Path(source).suffix.lower())
+    if path.is_file() and not reader:
         fail(f"--dataset {source}: not one of {', '.join(formats)}")
     try:
-        if path.is_file():
-            splits = datasets.load_dataset(formats[path.suffix.lower()], data_files=source)
+        if reader and not path.is_dir():
+            splits = datasets.load_dataset(reader, data_files=source)
         else:
             source = str(path.resolve()) if path.is_dir() else source  # a mere "csv" would be a reader
             configs = datasets.get_dataset_config_names(source)
@@ -571,7 +570,7 @@ def prepare(rows, tokenizer, args, purpose):
                           for column in (args.question_column, args.answer_column))
     prompts, problems = prompt_ids(questions, args.system_prompt, tokenizer), []
     for row, question, answer, prompt in zip(rows, questions, answers, prompts):
-        if question and len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
+        if question and 0 < len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     if not problems:
         fail(f"--dataset {args.dataset}: of {len(rows)} rows {purpose}, none has a prompt of at most "

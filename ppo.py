@@ -129,8 +129,9 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     stats = common.rollout_stats(rollout, args.group_size)
     # How much V foresees of the rewards to come, which are GAE's returns at V = 0 and lambda = 1.
     _, to_come = gae(rewards, torch.zeros_like(mask), mask, args.gamma, 1.0)
-    error = (to_come - rollout["values"])[mask > 0]                        # (M,)
-    stats["explained_variance"] = (1 - error.var() / to_come[mask > 0].var()).item()
+    to_come, values = to_come[mask > 0], rollout["values"][mask > 0]       # (M,) both
+    if to_come.var() > 1e-8:  # more than rounding
+        stats["explained_variance"] = (1 - (to_come - values).var() / to_come.var()).item()
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats

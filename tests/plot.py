@@ -1,0 +1,100 @@
+"""Draw the curves of runs.
+
+    pip install matplotlib
+    python tests/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
+
+A run is its directory or a .jsonl file such as its metrics.jsonl. Runs whose names differ only in a trailing
+-seed0 or -s0 are one line: the mean at the steps that all of them have, with a band of one standard deviation
+on either side. A quantity that no run has logged gets no panel.
+"""
+import argparse
+import collections
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+PANELS = {"eval_sampled_accuracy": "held-out accuracy, sampled", "eval_accuracy": "held-out accuracy, greedy",
+          "completion_length": "completion length (tokens)", "reward": "reward in training",
+          "clip_frac": "clipped share of tokens", "kl": "KL to the reference (nats per token)",
+          "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic"}
+
+
+def fail(message):
+    print(f"plot.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_run(run):
+    """The name of a run without its seed, and {step: its numbers}."""
+    path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
+    name = path.resolve().parent.name if path.name == "metrics.jsonl" else path.stem
+    steps = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{path}: cannot be read: {error}")
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            steps[entry["step"]] = entry
+        except (ValueError, KeyError, TypeError):  # a run that still writes, or was killed, has half a line
+            continue
+    if not steps:
+        fail(f"{path}: has no line with a step; is it a metrics.jsonl?")
+    return re.sub(r"-s(eed)?[0-9]+$", "", name), steps
+
+
+def curve(runs, key):
+    """Steps at which all runs have `key`, its means over the runs and its standard deviations."""
+    steps = sorted(set.intersection(*({step for step, entry in run.items() if key in entry} for run in runs)))
+    values = [[run[step][key] for run in runs] for step in steps]
+    deviations = [statistics.stdev(at) if len(at) > 1 else 0.0 for at in values]
+    return steps, [statistics.mean(at) for at in values], deviations
+
+
+def draw(groups, out):
+    """A panel per quantity, a line per group of runs: {name: [{step: numbers}]}."""
+    import matplotlib
+    matplotlib.use("Agg")  # a file, no window
+    import matplotlib.pyplot as plt
+    shown = [key for key in PANELS if any(curve(runs, key)[0] for runs in groups.values())]
+    if not shown:
+        fail(f"nothing to draw: none of {', '.join(PANELS)} is in these runs")
+    columns = min(4, len(shown))
+    figure, axes = plt.subplots(-(-len(shown) // columns), columns, figsize=(12, 7), squeeze=False)
+    for axis in axes.flat[len(shown):]:
+        axis.remove()
+    for key, axis in zip(shown, axes.flat):
+        for i, (name, runs) in enumerate(groups.items()):
+            steps, means, deviations = curve(runs, key)
+            low, high = ([m + sign * d for m, d in zip(means, deviations)] for sign in (-1, 1))
+            axis.plot(steps, means, color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
+                      markersize=3, linewidth=1.4, label=f"{name} ({len(runs)} run{'s' * (len(runs) > 1)})")
+            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+        axis.set_title(PANELS[key], fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="upper center", ncol=5, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.035 * (-(-len(groups) // 5))))
+    figure.savefig(out, dpi=100)
+
+
+if __name__ == "__main__":
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run, or a .jsonl file")
+    parser.add_argument("--out", required=True, metavar="FILE.png", help="picture to write")
+    args = parser.parse_args()
+    groups = collections.defaultdict(list)
+    for name, steps in map(read_run, args.runs):
+        groups[name].append(steps)
+    try:
+        draw(groups, args.out)
+    except ModuleNotFoundError as error:
+        fail(f"{error}; to install it: pip install matplotlib")
+    except (OSError, ValueError) as error:  # no such directory, an ending that is no picture's
+        fail(f"--out {args.out}: {error}")
