@@ -730,7 +730,7 @@ def launch(main, args):
 
 def checkpoints(args):
     """The complete checkpoints in --out, oldest first: directories named step-<digits>."""
-    found = [path for path in Path(args.out).glob("step-*/") if path.name[5:].isdigit() and path.is_dir()]
+    found = [p for p in Path(args.out).glob("step-*") if re.fullmatch("step-[1-9][0-9]*", p.name) and p.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
@@ -780,6 +780,9 @@ class Logger:
     def __init__(self, args, start):
         self.args, self.start, self.interrupted, self.began = args, start, False, time.perf_counter()
         self.path, self.history = Path(args.out, "metrics.jsonl"), []
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(args.out)
         for line in self.path.read_text(errors="replace").splitlines() if start and self.path.exists() else []:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill can leave half a line
                 if json.loads(line)["step"] <= start:
@@ -788,9 +791,6 @@ class Logger:
                            (Path(args.out, "args.json"), json.dumps(vars(args), indent=1))]:
             path.with_suffix(".tmp").write_text(text)  # beside, then renamed: never half a file
             path.with_suffix(".tmp").replace(path)
-        if args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(args.out)
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
         if start >= args.steps:
             self.say(f"this run has taken its {args.steps} steps: to go on, give more --steps")

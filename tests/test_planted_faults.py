@@ -3,6 +3,7 @@
 A fault is planted in a fork of a process that has the libraries loaded, two at a time: a second or two each.
 """
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.upkeep
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ["pytest", "datasets", "torch._dynamo", "transformers.generation", "tensorboard",
              *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "gpt2"))]
-SOUND = "'z_scores or ends_a_completion or replayed or defaults_to or warm_up or same_rows or at_the_start'"
+SOUND = "'z_scores or first_stop_token or replayed or defaults_to or warm_up or same_rows or at_the_start'"
 FAULTS = [  # files ({} among the tests is theirs), text that stands there once, what is planted, tests
     # (1) advantages
     ("grpo gspo", "r - r.mean(1, keepdim=True)", "r - r.mean()", "equations -k 'z_scores and {}'"),
@@ -116,10 +117,10 @@ FAULTS = [  # files ({} among the tests is theirs), text that stands there once,
     ("common", "= logits / self", "= logits.where(logits > logits.topk(3)[0][:, -1:], -1e9) / self",
         "sampling -k 'samples_come and qwen2'"),  # top_k
     ("common", "lengths[:, None]).float()", "(lengths - (~self.running).long())[:, None]).float()",
-        "sampling -k ends_a_completion"),  # no loss on EOS
+        "sampling -k first_stop_token"),  # no loss on EOS
     ("common", "(column < ends[:, None]).long()", "(self.ids[:, :len(column)] > 1).long()",
-        "sampling -k completions_end"),  # ids taken for padding
-    ("common", "+= running.long()", "+= 1", "sampling -k completions_end"),  # tokens after EOS
+        "sampling -k first_stop_token"),  # ids taken for padding
+    ("common", "+= running.long()", "+= 1", "sampling -k first_stop_token"),  # tokens after EOS
     ("common", "{int(i) for i in [*listed, tokenizer.eos_token_id]", "{int(i) for i in listed", "sampling -k that_stop"),
     ("common", "position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling -k 'greedy and gpt2'"),
     ("common", "behind >= window", "behind > window", "sampling -k 'greedy and mistral'"),
@@ -145,7 +146,7 @@ FAULTS = [  # files ({} among the tests is theirs), text that stands there once,
     ("common", '"toy" if size < 1_000_000 else "real"', '"toy"', "cli -k 'never_gets and grpo'"),
     ("common", 'text.rpartition("####")[2].strip()', 'text.partition("####")[2].strip()', "math_reward -k extract"),
     ("common", 'if signs.count("-") % 2 else value', "if False else value", "math_reward -k never_pays"),
-    ("tests/toy/make.py", "draw(problems, rng)", 'draw(make_problems()["test"], rng)', "toy -k warm_up"),
+    ("tests/toy/make.py", "as_batch(draw(problems, rng)", 'as_batch(draw(make_problems()["test"], rng)', "toy -k warm_up"),
     ("tests/toy/train.jsonl", '"6-0=6\\n6+1=7\\n#### 7"', '"6-0=6\\n6+1=7\\n#### 8"', "toy -k every_step"),
     # runs and checkpoints
     ("common", "self.args.seed * 1_000_003 + step", "step", "cli -k 'seed_reaches and grpo'"),
@@ -173,10 +174,11 @@ def plant(folder, path, sound, faulty, tests):
         return -1, f"the fault no longer fits the code: {sound!r} stands in {path} {source.count(sound)} times"
     (folder / path).write_text(source.replace(sound, faulty))
     os.chdir(folder)
+    gc.freeze()  # else pytest's search for garbage goes through all of the libraries, which takes seconds
     signal.alarm(100)  # a fault that makes a test hang
     file, *options = shlex.split(tests)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        status = pytest.main([f"tests/test_{file}.py", *options, "-xq", "--assert=plain", "--tb=short",
+        status = pytest.main([f"tests/test_{file}.py", *options, "-xq", "--assert=plain", "--tb=native",
                               "-p", "no:cacheprovider", "--rootdir", str(folder)])
     return int(status), said.getvalue()[-2000:]
 

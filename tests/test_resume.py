@@ -216,7 +216,7 @@ def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, mon
 def test_nothing_of_the_users_is_removed(spread):
     """Copies of checkpoints by names of their own, a later number among them, and files."""
     train(grpo, f"{STEADY} --save_every 1 --steps 2")
-    mine = ["step-best", "step-1-good", "step-x", "notes"]
+    mine = ["step-best", "step-1-good", "step-01", "step-x", "notes"]
     [shutil.copytree("run/step-2", f"run/{name}") for name in mine]
     Path("run/step-1").write_text("a file")
     before = {name: files(f"run/{name}") for name in mine}
