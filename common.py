@@ -287,7 +287,8 @@ class Rows:
         """Read each prompt once for its group; logits of the token after each row, (N, V)."""
         ids = self.ids[::self.G, :self.S]  # (P, S)
         positions = torch.arange(self.S, device=ids.device).expand(len(ids), -1)  # (P, S)
-        hidden = self.read(ids, positions, self.S)[torch.arange(len(ids)), self.position[::self.G]]  # (P, H)
+        hidden = self.read(ids, positions, self.S)
+        hidden = hidden[self.new_rows[:, 0], self.position[::self.G]]  # (P, H)
         self.layers = [[x.repeat_interleave(self.G, 0) for x in layer] for layer in self.layers]
         return head_logits(hidden, self.model.get_output_embeddings().weight).repeat_interleave(self.G, 0)
 
@@ -602,7 +603,7 @@ def batch_of(problems, step, args):
 
 def step_signs(rollout, tokenizer):
     """Which completion tokens are part of a line such as 7+2=9: 1 if it is true, -1 if false, else 0; (N, T)."""
-    signs, lengths = torch.zeros_like(rollout["mask"]), rollout["mask"].sum(1).long()
+    signs, lengths = torch.zeros(rollout["mask"].shape), rollout["mask"].sum(1).long()
     for i, (ids, end, n) in enumerate(zip(rollout["ids"], rollout["attention"].sum(1), lengths)):
         pieces, line = tokenizer.batch_decode(ids[end - n:end, None]), 0
         steps = [re.fullmatch(r" *(-?\d{1,9}) ?([-+*]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*", text)
@@ -613,7 +614,7 @@ def step_signs(rollout, tokenizer):
                 result = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op]
                 signs[i, t] = 1 if result == int(c) else -1
             line += piece.count("\n")
-    return signs
+    return signs.to(rollout["mask"])
 
 # ---- Command line ------------------------------------------------------------------------------------
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -664,7 +665,7 @@ def add_args(parser):
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=int, default={"toy": 20, "real": 200}, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of the samples and the order of the problems")
-    add("--out", help="directory to write to; else runs/<script>, runs/<script>-2 and so on")
+    add("--out", help="directory to write to; else runs/<script>-<month><day>-<time>")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
     add("--eval_every", type=int, default={"toy": 10, "real": 20}, help="steps between evaluations")
     add("--eval_problems", type=int, default={"toy": 2560, "real": 512}, help="problems per evaluation")
