@@ -25,6 +25,7 @@ import sys
 import textwrap
 import time
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
@@ -925,6 +926,7 @@ def canonical(text):
         text = text.replace(match[0], (opening + inside + closing).translate(DONE))
     return text.strip("（）")  # (9) is 9
 
+@lru_cache(4096)
 def forms(text):
     """(reading, canonical form) pairs: 20% read as 20 or as 1/5, 1,234 as a list or as a number."""
     text = " ".join((text or "").translate(str.maketrans(SYMBOLS)).split())

@@ -1,13 +1,9 @@
-"""Faults planted in a copy of the code, one for each equation and each trap: the tests named must see them.
-
-A fault is planted in a fork of a process that has the libraries loaded, two at a time: a second or two each.
-"""
+"""Faults planted in copies of the code, for each equation and each trap: the tests named must see them."""
 import contextlib
 import gc
 import io
 import multiprocessing
 import os
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -16,154 +12,144 @@ import pytest
 
 pytestmark = pytest.mark.upkeep
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ["pytest", "datasets", "torch._dynamo", "transformers.generation", "tensorboard",
+LIBRARIES = ["pytest", "datasets", "torch._dynamo", "transformers.generation",
              *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "gpt2"))]
-SOUND = "equations ppo logprobs batching sampling data toy cli resume -k 'z_scores or lands_on or memory_is "
-SOUND += "or keep_groups or first_stop or lone_file or warm_up or out_defaults or bit_equal_to and gspo'"
-FAULTS = [  # files ({} among the tests is theirs), text that stands there once, what is planted, tests
-    ("common", "def generate(", "def generate(", SOUND),  # no fault: the copy is whole and all is green
-    # (1) advantages
-    ("grpo gspo", "r - r.mean(1, keepdim=True)", "r - r.mean()", "equations -k 'z_scores and {}'"),
-    ("grpo gspo", "view(-1, group_size)  ", "view(group_size, -1).T  ", "equations -k 'z_scores and {}'"),
-    ("grpo gspo", "r.std(1, keepdim=True)", "r.std(1, keepdim=True, correction=0)", "equations -k 'z_scores and {}'"),
-    ("grpo gspo", "adv.masked_fill(equal, 0.0)", "adv", "equations -k 'exactly_zero and {}'"),
-    ("ppo", "gamma * next_value - values", "next_value - values", "equations -k gae"),
-    ("ppo", "gamma * lam * running", "gamma * running", "equations -k gae"),
-    ("ppo", "values = values * mask", "values = values", "equations -k gae"),  # V behind the end
-    ("ppo", "running) * mask[:, t]", "running)", "ppo -k double_sum"),  # sums over padding
-    ("ppo", "return advantages, advantages + values", "return advantages, advantages", "equations -k gae"),
-    ("ppo", "mean = (x * mask).sum() / mask.sum()", "mean = x.mean()", "ppo -k whitening"),
-    ("ppo", "** 2 * mask).sum() / mask.sum()", "** 2 * mask).mean()", "ppo -k whitening"),
-    # (2) ratio
-    ("ppo grpo gspo", "(logp - old_logp) * mask", "(old_logp - logp) * mask", "equations -k 'clip_table and {}'"),
-    ("ppo grpo", "log_ratio.clamp(max=20).exp()  #", "log_ratio.exp()  #", "every_script -k 'two_hundred and {}'"),
-    ("gspo", "log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)", "equations -k test_2"),
-    ("gspo", "= ratio.detach() *", "= ratio *", "equations -k gspo_token"),
-    ("gspo", 'eps_low", type=float, default=3e-4', 'eps_low", type=float, default=0.2', "gspo -k papers_range"),
-    ("gspo", "torch.where(signs * adv[:, None] < 0, 0.0", "torch.where(signs != 0, 0.0", "gspo -k neither_punishes"),
-    # (3) clip and means
-    ("ppo grpo gspo", "torch.min(ratio * adv, clipped * adv)", "torch.max(ratio * adv, clipped * adv)",
-        "equations -k 'clip_table and {}'"),
-    ("ppo grpo gspo", "torch.min(ratio * adv, clipped * adv)", "adv * torch.min(ratio, clipped)",
-        "equations -k 'clip_table and {}'"),
-    ("ppo grpo gspo", "clamp(1 - args.eps_low, 1 + args.eps_high)", "clamp(1 - args.eps_high, 1 + args.eps_low)",
-        "equations -k 'can_gain and {}'"),
-    ("ppo grpo gspo", "(objective * mask / lengths).sum()", "(objective * mask / lengths.mean()).sum()",
-        "equations -k 'row_means and {}'"),
-    ("ppo grpo gspo", "lengths).sum()\n    is_clipped", "lengths).sum(1).mean()\n    is_clipped",
-        "equations -k 'sum_over_rows and {}'"),
-    ("ppo grpo gspo", ".clamp(min=1)                       # (N, 1) |o_i|\n    log", "\n    log",
-        "every_script -k 'row_without and {}'"),
-    ("ppo grpo gspo", "(loss / rows).backward()", '(loss / len(b["ids"])).backward()',
-        "every_script -k 'any_cut and {}'"),
-    ("ppo grpo gspo", 'rows = len(minibatch["ids"])', 'rows = len(rollout["ids"])',
-        "every_script -k 'its_own_rows and {}'"),
-    ("ppo grpo gspo", 'policy_loss(logp, b["old_logp"]', "policy_loss(logp, logp.detach()",
-        "every_script -k 'every_pass and {}'"),
-    # (4) KL
-    ("grpo", "log_x.exp() - log_x - 1", "(-log_x).exp() + log_x - 1", "equations -k grpo_k3"),
-    ("grpo", "log_x.exp() - log_x - 1", "-log_x", "equations -k grpo_k3"),  # k1: no gradient on average
-    ("grpo", "log_x.exp() - log_x - 1", "log_x.mean(1, keepdim=True).exp() - log_x - 1", "grpo -k own_kl"),
-    ("grpo", "objective - args.beta * kl", "objective + args.beta * kl", "grpo -k moving_away"),
-    ("grpo", "kl = kl * ratio", "kl = kl", "equations -k forward_kl"),
-    ("gspo", "kl * log_ratio.clamp(max=20).exp()", "kl * ratio", "gspo -k float_loop"),
-    ("ppo", "rewards = -beta * (old_logp", "rewards = beta * (old_logp", "equations -k reverse_kl"),
-    ("ppo", "-beta * (old_logp - ref_logp)", "-beta * ((ref_logp - old_logp).exp() + old_logp - ref_logp - 1)",
-        "equations -k reverse_kl"),  # k3 as a reward
-    ("ppo", "mask.sum(1).long() - 1  ", "mask.sum(1).long().clamp(max=mask.shape[1] - 1)", "ppo -k lands_on"),
-    # (5) the critic
-    ("ppo", "torch.max((values - returns)", "torch.min((values - returns)", "equations -k value_loss"),
-    ("ppo", "old_values + (values - old_values).clamp", "values.clamp", "equations -k value_loss"),
-    ("ppo", "(args.vf_coef * error / rows)", "(error / rows)", "ppo -k gradients_of_an_update"),
-    ("ppo", "args.value_lr, args, eps=1e-5", "args.lr, args, eps=1e-5", "ppo -k learning_rate"),
-    ("common", "torch.nn.init.zeros_(model.score.weight) ", "", "ppo -k 'at_the_start and qwen2'"),
-    ("common", "copy.deepcopy(policy.base_model)", "policy.base_model", "ppo -k 'at_the_start and qwen2'"),
-    ("common", "device=weight.device)  #", "device=weight.device, dtype=weight.dtype)  #", "ppo -k 'rounded and qwen2'"),
-    # collect and main
-    ("ppo grpo gspo", "args.temperature, args.cuda_graphs)", "1.0, args.cuda_graphs)",
-        "every_script -k 'temperature_is and {}'"),
-    ("ppo grpo gspo", "(policy, b, args.temperature)", "(policy, b, 1.0)", "every_script -k 'equal_before and {}'"),
-    ("ppo grpo gspo", "@torch.no_grad()\ndef collect", "def collect", "every_script -k 'carries_no and {}'"),
-    ("grpo", "copy.deepcopy(policy).eval().requires_grad_(False)", "policy", "cli -k 'holds_no_reference and grpo'"),
-    ("grpo", "(step - 1) % args.ref_every", "step % args.ref_every", "cli -k 'ref_every_m and grpo'"),
-    ("gspo", "load_state_dict(policy.state_dict())", "load_state_dict(policy.state_dict(), assign=True)",
-        "cli -k 'ref_every_m and gspo'"),
-    # log-probs
-    ("common", "hidden[row, position - 1]", "hidden[row, position]", "logprobs -k 'log_softmax and qwen2'"),
-    ("common", "else logits.div_(temperature)", "else logits", "logprobs -k 'log_softmax and qwen2'"),
-    ("common", "grad = grad / ctx.temperature", "grad = grad / 1", "logprobs -k 'log_softmax and qwen2'"),
-    ("common", "hidden.float() @ weight.float().T", "(hidden @ weight.T).float()", "logprobs -k chunks"),
-    ("common", "else 256  #", "else 10**9  #", "logprobs -k memory"),
-    ("common", "setattr(module, name, 0.0)", "pass", "logprobs -k 'ratio_is_one and qwen2'"),
-    ("common", "minibatches(rollout, args.minibatches, args.group_size)", "minibatches(rollout, 1, 1)",
-        "every_script -k 'equal_before and gspo'"),
-    # batches, statistics
-    ("common", "while begin < len(lengths):", "while begin < len(lengths) - 1:", "batching -k within_the_budget"),
-    ("common", "        begin = end", "        begin = max(begin + 1, end - 1)", "batching -k within_the_budget"),
-    ("common", "groups.tensor_split(count)", "groups.flatten().tensor_split(count)", "batching -k keep_groups"),
-    ("common", 'result[b["row"], :b', 'result[b["row"].sort()[0], :b', "batching -k put_back"),
-    ("common", "self.kept[name].append(value)", "self.kept[name] = [value]", "batching -k weighted"),
-    ("common", '/ mask.sum(),  # its', '/ mask.numel(),  # its', "batching -k leave_padding_out"),
-    ("common", 'f"{args.seed} {passes}"', 'f"{args.seed}"', "batching -k every_problem_once"),
-    # optimiser
-    ("common", "self.device, torch.float32)", "self.device)", "batching -k learning_rate_of"),
-    ("common", "weight.grad_dtype = torch.float32", "pass", "batching -k summed_in_float32"),
-    ("common", "        if finite:", "        if True:", "batching -k non_finite"),
-    ("common", "for tensor in (*weights, *masters):", "for tensor in masters:", "batching -k non_finite"),
-    ("common", "(0.9, 0.95), eps", "(0.9, 0.999), eps", "batching -k equals_adamw"),
-    ("common", "eps, 0.0, fused", "1e-8, 0.0, fused", "batching -k equals_adamw"),
-    ("ppo", "args.lr, args, eps=1e-5", "args.lr, args", "ppo -k epsilon"),
-    ("common", 'self.adamw.load_state_dict(state["adamw"])', "pass", "batching -k goes_on"),
-    ("common", 'self.taken = state["taken"]', "pass", "batching -k goes_on"),
+SOUND = "z_scores or lands_on or memory_is or keep_groups or first_stop or lone_file or warm_up or out_def"
+FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test files: words of tests' names
+    ("(logp - old_logp) * mask", "(old_logp - logp) * mask", "equations: clip_table"),
+    ("torch.min(ratio * adv, clip", "torch.max(ratio * adv, clip", "equations: clip_table"),
+    ("torch.min(ratio * adv, clipped * adv)", "adv * torch.min(ratio, clipped)", "equations: clip_table"),
+    ("(1 - args.eps_low, 1 + args.eps_high)", "(1 - args.eps_high, 1 + args.eps_low)", "equations: can_gain"),
+    ("(objective * mask / lengths)", "(objective * mask / lengths.mean())", "equations: row_means"),
+    ("lengths).sum()\n    is", "lengths).sum(1).mean()\n    is", "equations: sum_over_rows"),
+    (".clamp(min=1)                       # (N, 1) |o_i|\n    log", "\n    log", "every_script: row_without"),
+    ("(loss / rows).backward()", '(loss / len(b["ids"])).backward()', "every_script: any_cut"),
+    ('rows = len(minibatch["ids"])', 'rows = len(rollout["ids"])', "every_script: its_own_rows"),
+    ('policy_loss(logp, b["old_logp"]', "policy_loss(logp, logp.detach()", "every_script: every_pass"),
+    ("args.temperature, args.cuda_graphs)", "1.0, args.cuda_graphs)", "every_script: temperature_is"),
+    ("(policy, b, args.temperature)", "(policy, b, 1.0)", "every_script: equal_before"),
+    ("@torch.no_grad()\ndef collect", "def collect", "every_script: carries_no"),
+    (".eval().requires_grad_(False)", ".eval()", "cli: holds_no_reference"),
+], "grpo gspo": [
+    ("r - r.mean(1, keepdim=True)", "r - r.mean()", "equations: z_scores"),
+    ("view(-1, group_size)  ", "view(group_size, -1).T  ", "equations: z_scores"),
+    ("r.std(1, keepdim=True)", "r.std(1, keepdim=True, correction=0)", "equations: z_scores"),
+    ("adv.masked_fill(equal, 0.0)", "adv", "equations: exactly_zero"),
+    ("((ref_logp - logp) * mask).clamp(max=20)", "(ref_logp - logp) * mask", "every_script: two_hundred"),
+    ("log_x.exp() - log_x - 1", "(-log_x).exp() + log_x - 1", "grpo gspo: float_loop"),
+    ("copy.deepcopy(policy).eval().requires_grad_(False)", "policy", "cli: holds_no_reference"),
+    ("(step - 1) % args.ref_every", "step % args.ref_every", "cli: ref_every_m"),
+    ("(policy.state_dict())", "(policy.state_dict(), assign=True)", "cli: ref_every_m"),
+], "grpo": [
+    ("log_ratio.clamp(max=20).exp()  #", "log_ratio.exp()  #", "every_script: two_hundred and grpo"),
+    ("log_x.exp() - log_x - 1", "-log_x", "equations: grpo_k3"),  # k1 as a loss: no gradient on average
+    ("log_x.exp() - log_x - 1", "log_x.mean(1, keepdim=True).exp() - log_x - 1", "grpo: own_kl"),
+    ("objective - args.beta * kl", "objective + args.beta * kl", "grpo: moving_away"),
+    ("kl = kl * ratio", "kl = kl", "equations: forward_kl"),
+], "gspo": [
+    ("log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)", "equations: test_2"),
+    ("= ratio.detach() *", "= ratio *", "equations: gspo_token"),
+    ('eps_low", type=float, default=3e-4', 'eps_low", type=float, default=0.2', "gspo: papers_range"),
+    ("torch.where(signs * adv[:, None] < 0", "torch.where(signs != 0", "gspo: neither_punishes"),
+    ("kl * log_ratio.clamp(max=20).exp()", "kl * ratio", "gspo: float_loop"),
+], "ppo": [
+    ("gamma * next_value - values", "next_value - values", "equations: gae"),
+    ("gamma * lam * running", "gamma * running", "equations: gae"),
+    ("values = values * mask", "values = values", "equations: gae"),  # V behind the end
+    ("running) * mask[:, t]", "running)", "ppo: double_sum"),  # sums over padding
+    ("return advantages, advantages + values", "return advantages, advantages", "equations: gae"),
+    ("mean = (x * mask).sum() / mask.sum()", "mean = x.mean()", "ppo: whitening"),
+    ("log_ratio.clamp(max=20).exp()  #", "log_ratio.exp()  #", "every_script: two_hundred and ppo"),
+    ("rewards = -beta * (old_logp", "rewards = beta * (old_logp", "equations: reverse_kl"),
+    ("(old_logp - ref_logp) * mask", "((old_logp - ref_logp) ** 2 / 2) * mask", "equations: reverse_kl"),
+    ("mask.sum(1).long() - 1  ", "mask.sum(1).long().clamp(max=mask.shape[1] - 1)", "ppo: lands_on"),
+    ("torch.max((values - returns)", "torch.min((values - returns)", "equations: value_loss"),
+    ("old_values + (values - old_values).clamp", "values.clamp", "equations: value_loss"),
+    ("(args.vf_coef * error / rows)", "(error / rows)", "ppo: gradients_of_an_update"),
+    ("args.value_lr, args, eps=1e-5", "args.lr, args, eps=1e-5", "ppo: learning_rate"),
+    ("args.lr, args, eps=1e-5", "args.lr, args", "ppo: epsilon"),
+    ("if args.whiten:", "if True:", "ppo: collect_by"),
+], "common": [
+    ("def generate(", "def generate(", f"equations ppo logprobs batching sampling data toy cli: {SOUND}"),
+    # log-probs (above no fault: a copy is whole)
+    ("hidden[row, position - 1]", "hidden[row, position]", "logprobs: log_softmax and qwen2"),
+    ("else logits.div_(temperature)", "else logits", "logprobs: log_softmax and qwen2"),
+    ("grad = grad / ctx.temperature", "grad = grad / 1", "logprobs: log_softmax and qwen2"),
+    ("hidden.float() @ weight.float().T", "(hidden @ weight.T).float()", "logprobs: chunks"),
+    ("else 256  #", "else 10**9  #", "logprobs: memory"),
+    ("setattr(module, name, 0.0)", "pass", "logprobs: ratio_is_one and qwen2"),  # dropout
+    ("minibatches(rollout, args.minibatches,", "minibatches(rollout, 1,", "every_script: equal_before"),
+    # batches, statistics, optimiser
+    ("while begin < len(lengths):", "while begin < len(lengths) - 1:", "batching: within_the_budget"),
+    ("        begin = end", "        begin = max(begin + 1, end - 1)", "batching: within_the_budget"),
+    ("groups.tensor_split(count)", "groups.flatten().tensor_split(count)", "batching: keep_groups"),
+    ('result[b["row"], :b', 'result[b["row"].sort()[0], :b', "batching: put_back"),
+    ("self.kept[name].append(value)", "self.kept[name] = [value]", "batching: weighted"),
+    ("positions - padded,", "positions,", "batching: weighted"),
+    ("/ mask.sum(),  # its", "/ mask.numel(),  # its", "batching: leave_padding_out"),
+    ('1 - rollout["finished"]', 'rollout["finished"]', "batching: leave_padding_out"),
+    ('f"{args.seed} {passes}"', 'f"{args.seed}"', "batching: every_problem_once"),
+    ("self.device, torch.float32)", "self.device)", "batching: learning_rate_of"),
+    ("weight.grad_dtype = torch.float32", "pass", "batching: summed_in_float32"),
+    ("        if finite:", "        if True:", "batching: non_finite"),
+    ("for tensor in (*weights, *masters):", "for tensor in masters:", "batching: non_finite"),
+    ("(0.9, 0.95), eps", "(0.9, 0.999), eps", "batching: equals_adamw"),
+    ("eps, 0.0, fused", "1e-8, 0.0, fused", "batching: equals_adamw"),
+    ('self.adamw.load_state_dict(state["adamw"])', "pass", "batching: goes_on"),
+    ('self.taken = state["taken"]', "pass", "batching: goes_on"),
     # sampling
-    ("common", "= logits / self", "= logits.where(logits > logits.topk(3)[0][:, -1:], -1e9) / self",
-        "sampling -k 'samples_come and qwen2'"),  # top_k
-    ("common", "lengths[:, None]).float()", "(lengths - (~self.running).long())[:, None]).float()",
-        "sampling -k first_stop_token"),  # no loss on EOS
-    ("common", "(column < ends[:, None]).long()", "(self.ids[:, :len(column)] > 1).long()",
-        "sampling -k first_stop_token"),  # ids taken for padding
-    ("common", "+= running.long()", "+= 1", "sampling -k first_stop_token"),  # tokens after EOS
-    ("common", "{int(i) for i in [*listed, tokenizer.eos_token_id]", "{int(i) for i in listed", "sampling -k that_stop"),
-    ("common", "position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling -k 'greedy and gpt2'"),
-    ("common", "behind >= (", "behind > (", "sampling -k 'greedy and mistral'"),
-    ("common", "= new.transpose(1, 2)", "= new.transpose(1, 2) * 0.9", "sampling -k 'greedy and llama'"),  # scale
-    ("common", "= cached[going]", "= cached[:len(going)]", "sampling -k 'greedy and llama'"),
-    ("common", "model.eval()  #", "model.train()  #", "sampling -k 'greedy and llama'"),
-    ("common", "model.eval()  #", "model.eval().bfloat16()  #", "sampling -k 'leaves_the_model and llama'"),
-    ("common", "self.position[self.kept] += running.long()",
-        "self.position = self.position.index_add(0, self.kept, running.long())", "sampling -m upkeep -k replayed"),
-    ("common", "self.running[self.kept] = running & (token[:, None] != self.stop).all(1)",
-        "self.running = self.running.index_put((self.kept,), running & (token[:, None] != self.stop).all(1))",
-        "sampling -m upkeep -k replayed"),
-    ("common", "rows.width_step\n            step = None", "rows.width_step", "sampling -m upkeep -k replayed"),
-    ("common", "(rewards >= 1)", "(rewards > 0)", "sampling -k counts_every_problem"),
-    ("common", "torch.manual_seed(args.seed)  #", "#", "sampling -k same_numbers"),
-    # problems, models, rewards
-    ("common", "random.Random(str(row.get(args.question_column)))", "random.Random(str(row))", "data -k lone_file"),
-    ("common", "problem for problem in problems for _ in range(len(texts) // len(problems))",
-        "problem for _ in range(len(texts) // len(problems)) for problem in problems", "data -k beside_its"),
-    ("common", "if not math.isfinite(value):", "if False:", "data -k 'no_numbers and grpo'"),
-    ("common", "<= args.max_prompt_tokens and (", "< args.max_prompt_tokens and (", "data -k left_out"),
-    ("common", "add_special_tokens=False", "add_special_tokens=True", "data -k templates_own"),
-    ("common", '"toy" if size < 1_000_000 else "real"', '"toy"', "cli -k 'never_gets and grpo'"),
-    ("common", 'text.rpartition("####")[2].strip()', 'text.partition("####")[2].strip()', "math_reward -k extract"),
-    ("common", 'if signs.count("-") % 2 else value', "if False else value", "math_reward -k never_pays"),
-    ("tests/toy/make.py", "as_batch(draw(problems, rng)", 'as_batch(draw(make_problems()["test"], rng)', "toy -k warm_up"),
-    ("tests/toy/train.jsonl", '"6-0=6\\n6+1=7\\n#### 7"', '"6-0=6\\n6+1=7\\n#### 8"', "toy -k every_step"),
+    ("= logits / s", "= logits.where(logits > logits.topk(3)[0][:, -1:], -99) / s", "sampling: samples_come"),
+    ("[[x.repeat_interleave(self.G, 0)", "[[x.repeat(self.G, 1, 1, 1)", "sampling: samples_come and qwen2"),
+    ("lengths[:, None])", "(lengths - (~self.running).long())[:, None])", "sampling: first_stop"),  # no EOS
+    ("(column < ends[:, None])", "(self.ids[:, :len(column)] > 1)", "sampling: first_stop"),  # ids as padding
+    ("+= running.long()", "+= 1", "sampling: first_stop"),  # tokens after EOS
+    ("for i in [*listed, tokenizer.eos_token_id]", "for i in listed", "sampling: that_stop"),
+    ("position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling: greedy and gpt2"),
+    ("behind >= (", "behind > (", "sampling: greedy and mistral"),  # a window one too wide
+    ("= new.transpose(1, 2)", "= new.transpose(1, 2) * 0.9", "sampling: greedy and llama"),  # the scale
+    ("= cached[going]", "= cached[:len(going)]", "sampling: greedy and llama"),
+    ("model.eval()  #", "model.train()  #", "sampling: greedy and llama"),
+    ("model.eval()  #", "model.eval().bfloat16()  #", "sampling: leaves_the_model and llama"),
+    ("self.position[self.kept] +=", "self.position = ~~self.position; self.position[self.kept] +=",
+     "sampling: replayed"),
+    ("self.running[self.kept] =", "self.running = ~~self.running; self.running[self.kept] =",
+     "sampling: replayed"),
+    ("rows.width_step\n            step = None", "rows.width_step", "sampling: replayed"),
+    ("(rewards >= 1)", "(rewards > 0)", "sampling: counts_every_problem"),
+    ("(args.eval_samples, args.temperature)", "(args.eval_samples, 1.0)", "sampling: counts_every_problem"),
+    ("torch.manual_seed(args.seed)  #", "#", "sampling: same_numbers"),
+    # models, problems, rewards
+    ('"toy" if size < 1_000_000 else "real"', '"toy"', "cli: never_gets and grpo"),
+    ("torch.nn.init.zeros_(model.score.weight) ", "", "ppo: at_the_start and qwen2"),
+    ("copy.deepcopy(policy.base_model)", "policy.base_model", "ppo: at_the_start and qwen2"),
+    ("device=weight.device)  #", "device=weight.device, dtype=weight.dtype)  #", "ppo: rounded and qwen2"),
+    ("random.Random(str(row.get(args.question_column)))", "random.Random(str(row))", "data: lone_file"),
+    ("[problem for problem in problems for _ in range(len(texts) // len(problems))]",
+     "problems * (len(texts) // len(problems))", "data: beside_its"),
+    ("if not math.isfinite(value):", "if False:", "data: no_numbers and grpo"),
+    ("<= args.max_prompt_tokens and (", "< args.max_prompt_tokens and (", "data: left_out"),
+    ("add_special_tokens=False", "add_special_tokens=True", "data: templates_own"),
+    ('problem["question"] + "\\n" + text)', "text)", "data: reward_models_scores"),
+    ('text.rpartition("####")[2].strip()', 'text.partition("####")[2].strip()', "math_reward: extract"),
+    ('if signs.count("-") % 2 else value', "if False else value", "math_reward: never_pays"),
     # runs and checkpoints
-    ("common", "self.args.seed * 1_000_003 + step", "step", "cli -k 'seed_reaches and grpo'"),
-    ("common", "sorted(found, key=lambda path: int(path.name[5:]))", "sorted(found)", "resume -k newest"),
-    ("common", 'Path(args.out, "unfinished")', 'Path(args.out, f"step-{step}")', "resume -k 'kill_inside and ppo'"),
-    ("common", "if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume -k users"),
-    ("common", "and p.is_dir()", "", "resume -k users"),
-    ("common", 'path.with_suffix(".tmp").write_text(text)', 'path.write_text(text)', "resume -k newest"),
-    ("common", "range(self.start + 1, self", "range(max(1, self.start), self", "resume -k 'bit_equal_to and grpo'"),
-    ("common", 'models["reference"].load_state_dict(states["reference"])', "pass", "resume -k 'bit_equal_to and grpo'"),
-]
-
-
-CASES = [(path if "." in path else f"{path}.py", sound, faulty, tests.format(path))
-         for paths, sound, faulty, tests in FAULTS for path in paths.split()]
+    ("self.args.seed * 1_000_003 + step", "step", "cli: seed_reaches and grpo"),
+    ("sorted(found, key=lambda path: int(path.name[5:]))", "sorted(found)", "resume: newest"),
+    ('Path(args.out, "unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
+    ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
+    ("and p.is_dir()", "", "resume: users"),
+    ("exist_ok=args.resume", "exist_ok=True", "resume: same_instant"),
+    ('path.with_suffix(".tmp").write_text(text)',
+     '[each.write_text(text) for each in (path, path.with_suffix(".tmp"))]', "resume: newest"),
+    ("range(self.start + 1, self", "range(max(1, self.start), self", "resume: bit_equal_to and grpo"),
+    ("weight.data.copy_(self.masters[name])", "pass", "resume: bit_equal_to and grpo"),
+    ('models["reference"].load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),
+], "tests/toy/make": [
+    ("as_batch(draw(problems, rng)", 'as_batch(draw(make_problems()["test"], rng)', "toy: warm_up"),
+    ("digit}={new}", "digit}={result}", "toy: warm_up"),
+]}
+CASES = [(f"{path}.py", sound, faulty, f"{tests} and {path}" if " " in paths else tests)
+         for paths, faults in FAULTS.items() for sound, faulty, tests in faults for path in paths.split()]
 
 
 def plant(folder, path, sound, faulty, tests):
@@ -173,14 +159,15 @@ def plant(folder, path, sound, faulty, tests):
         shutil.copy(script, folder)
     source = (folder / path).read_text()
     if source.count(sound) != 1:
-        return -1, f"the fault no longer fits the code: {sound!r} stands in {path} {source.count(sound)} times"
+        return -1, f"the fault no longer fits the code: {sound!r} is in {path} {source.count(sound)} times"
     (folder / path).write_text(source.replace(sound, faulty))
     os.chdir(folder)
     gc.freeze()  # else pytest's search for garbage goes through all of the libraries, which takes seconds
-    signal.alarm(100)  # a fault that makes a test hang
-    words = [f"tests/test_{w}.py" if Path(f"tests/test_{w}.py").exists() else w for w in shlex.split(tests)]
+    signal.alarm(100)  # for a fault that makes a test hang
+    names, words = tests.split(": ")
+    options = ["-k", words, "-m", "upkeep or not upkeep", "-xq", "--assert=plain", "--tb=native"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        status = pytest.main([*words, "-xq", "--assert=plain", "--tb=native", "-p", "no:cacheprovider"])
+        status = pytest.main([f"tests/test_{name}.py" for name in names.split()] + options)
     return int(status), said.getvalue()[-2000:]
 
 
@@ -188,11 +175,12 @@ def plant(folder, path, sound, faulty, tests):
 def planted(request, tmp_path_factory):
     """The results of the cases that were chosen, by their place in the table, as soon as they are there."""
     chosen = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
+    folders = {case: tmp_path_factory.mktemp("fault") for case in chosen}
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")  # it has no threads of its own
     context.set_forkserver_preload(LIBRARIES)
     with context.Pool(2, maxtasksperchild=1) as pool:
-        yield {case: pool.apply_async(plant, (tmp_path_factory.mktemp("fault"), *CASES[case])) for case in chosen}
+        yield {case: pool.apply_async(plant, (folders[case], *CASES[case])) for case in chosen}
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{path}:{faulty}" for path, _, faulty, _ in CASES])
