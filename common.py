@@ -11,10 +11,9 @@ A rollout is a dict with one row per completion:
 to which the scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
-import collections
 import contextlib
 import copy
-import itertools
+import importlib.util
 import json
 import math
 import random
@@ -36,10 +35,10 @@ from tqdm import tqdm
 
 TOY = str(Path(__file__).resolve().parent / "tests" / "toy")  # default model and problems
 
-# ---- Log-probabilities -------------------------------------------------------------------------------
+# ---- Log-probabilities ----
 def token_logprobs(model, batch, temperature):
-    """log pi(token | all before it) of completion tokens, pi = softmax(logits / temperature): (N, T) float32, 0 outside
-    the mask, from ids (N, L), attention (N, L) and mask (N, T). The (N, T, V) logits never exist."""
+    """log pi(token | all before it) of a batch's completion tokens, pi = softmax(logits / temperature): (N, T) float32, 0
+    outside the mask. The (N, T, V) logits never exist."""
     place, hidden, target = completion_states(model, batch)
     weight = model.get_output_embeddings().weight
     logp = ChunkedLogProbs.apply(hidden, weight, target, temperature)  # (M,)
@@ -73,8 +72,8 @@ def head_logits(hidden, weight, temperature=1.0):
     return logits if temperature == 1 else logits.div_(temperature)
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes logits again
-    instead of keeping them: (C, V) numbers in memory instead of several times (M, V), for one more product."""
+    """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes the logits
+    again: (C, V) numbers in memory instead of several times (M, V), for one more product."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature):
@@ -108,7 +107,7 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[c]  # bfloat16 products, summed in float32
         return grad_hidden, grad_weight, None, None
 
-# ---- Batching ----------------------------------------------------------------------------------------
+# ---- Batching ----
 def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` even parts that keep groups whole; its prompts are in random order."""
     groups = torch.arange(len(rollout["ids"]), device=rollout["ids"].device).view(-1, group_size)
@@ -117,16 +116,13 @@ def minibatches(rollout, count, group_size):
 
 def micro_batches(batch, tokens):
     """Cut `batch` into micro-batches of at most `tokens` positions, padding included; a row over the budget is alone.
-    Rows are sorted by length, and a micro-batch is trimmed to its longest. To bound the padding it also ends before
-    a row that is 15 % and 8 positions shorter than that."""
+    Rows are sorted by length and trimmed to the longest; a row 15 % and 8 positions shorter begins the next."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     completions = batch["mask"].sum(1).long()[order].tolist()
     lengths, begin = lengths.tolist(), 0
     while begin < len(lengths):
         longest, end = lengths[begin], begin + 1
-        while end < len(lengths) and lengths[end] >= 0.85 * longest - 8:
-            if (end + 1 - begin) * longest > tokens:
-                break
+        while lengths[end:] and lengths[end] >= 0.85 * longest - 8 and (end + 1 - begin) * longest <= tokens:
             end += 1
         part, T = select(batch, order[begin:end]), max(completions[begin:end])
         for name, value in part.items():
@@ -140,8 +136,8 @@ def select(batch, rows):
 
 @torch.no_grad()
 def over_rollout(function, model, rollout, args):
-    """token_logprobs or token_values (`function`) of all tokens of a rollout, as constants: (N, T). The pieces are
-    those of the update: in bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
+    """`function` (token_logprobs or token_values) of a rollout, as constants: (N, T). In the pieces of the update: in
+    bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -151,11 +147,11 @@ def over_rollout(function, model, rollout, args):
 class Totals:
     """Means of statistics (sum, count), maxima of single ones; on the device, so that nothing waits for them."""
     def __init__(self):
-        self.kept, self.began = collections.defaultdict(list), time.perf_counter()
+        self.kept, self.began = {}, time.perf_counter()
 
     def add(self, stats):
         for name, value in stats.items():
-            self.kept[name].append(value)
+            self.kept.setdefault(name, []).append(value)
 
     def means(self):
         maxima = {name: float(max(kept)) for name, kept in self.kept.items() if torch.is_tensor(kept[0])}
@@ -168,11 +164,10 @@ def padding(batch):
     """Share of a micro-batch's positions that are padding, as statistics for Totals."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
-# ---- Optimiser ---------------------------------------------------------------------------------------
+# ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. At a
-    learning rate of 1e-6 an update is far smaller than the spacing of bfloat16 numbers: without masters
-    98 % of the weights would never move. Gradients are summed in float32, too."""
+    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. An update at
+    a learning rate of 1e-6 is too small for bfloat16: without masters 98 % of the weights would never move."""
     def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.warmup_steps, self.taken = lr, args.warmup_steps, 0
         self.max_grad_norm = args.max_grad_norm
@@ -219,16 +214,14 @@ class Optimizer:
         self.adamw.load_state_dict(state["adamw"])
         self.taken = state["taken"]
 
-# ---- Sampling ----------------------------------------------------------------------------------------
+# ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
     """Sample `group_size` completions of each of P prompts (lists of ids) from softmax(logits / temperature); 0 is
     greedy. Returns a rollout of N = P * group_size rows, with finished (N,), texts (N strings) and the seconds it took.
 
-    A loop of our own: transformers' generate takes what is left open from the model's own settings (and a top_k of
-    50), so it would not sample from the distribution that is trained. This one reads a prompt once for its group, drops
-    finished rows, and on a GPU replays a CUDA graph per token: launching its thousand kernels would take longer.
-    """
+    transformers' generate would add settings of the model's own, such as a top_k, to the distribution that is trained.
+    This loop reads a prompt once for its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
     began, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode checkpointing drops the cache without a word
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
@@ -254,8 +247,11 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
 def record(step):
     """Record the kernels of `step` as a CUDA graph; returns a function that replays them."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:  # the model waits for a value, as with dynamic rope
+        fail(f"this model's kernels cannot be recorded: give --no-cuda_graphs ({error})")
     return graph.replay
 
 def stop_ids(model, tokenizer):
@@ -265,10 +261,9 @@ def stop_ids(model, tokenizer):
     return sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None})
 
 class Rows:
-    """Completions being written, with the keys and values of all that was read so far: the model takes it as its
-    cache. The token at position p of row i has its own at [i, p] of a (rows, length, heads, head width) tensor per
-    layer: rows of different lengths are side by side, and no prompt is padded on the left. What changes from token
-    to token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
+    """Completions being written, and the model's cache: layer by layer, keys and values as (n, length, heads, width),
+    those of the token at position p of row i at [i, p], so that no prompt is padded on the left. What changes from
+    token to token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
 
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
@@ -337,7 +332,7 @@ class Rows:
         """Go on with the running rows only; the cache closes up."""
         going = self.running[self.kept].nonzero().squeeze(1)  # (n,)
         self.kept = self.kept[going]
-        for cached in itertools.chain.from_iterable(self.layers):
+        for cached in sum(self.layers, []):
             cached[:len(going)] = cached[going]
 
     def rollout(self, tokenizer):
@@ -396,7 +391,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
     return result
 
-# ---- Models ------------------------------------------------------------------------------------------
+# ---- Models ----
 def settle(args, policy, trained_models=1):
     """Settle the defaults that depend on the model, and stop if it will not fit or cannot be trained rightly."""
     size, config = policy.num_parameters(), policy.config.get_text_config()
@@ -426,7 +421,7 @@ def load(kind, flag, source, **settings):
     """kind.from_pretrained(source); what cannot be loaded is one line."""
     try:
         return kind.from_pretrained(source, **settings)
-    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, safetensors.SafetensorError) as error:
         fail(f"{flag} {source}: cannot be loaded: {error}")
 
 def load_policy(args):
@@ -462,8 +457,7 @@ def load_model(kind, flag, source, args):
 
 @torch.no_grad()
 def check_model(model, args):
-    """Stop if the model is not what the sampler and the log-probs take it for: sample behind two prompts, one as long
-    as a run allows and so longer than a window, and compare with the model's own logits for each row alone."""
+    """Sample behind two prompts, one as long as a run allows, and stop if the model's own logits differ."""
     T, longest = 4, max(8, args.max_prompt_tokens + args.max_new_tokens)
     vocabulary, draw = range(model.get_input_embeddings().num_embeddings), random.Random(0).choices
     try:
@@ -482,6 +476,8 @@ def check_model(model, args):
                  ("changes its logits after the head", head_logits(states[-T:], model.get_output_embeddings().weight), own[:T], close),
                  ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
                  ("is random or different in training mode", trained, states, close)]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # with a cache, masks or outputs of its own a family raises what it likes
         fail(f"--model {args.model}: {type(model).__name__} cannot be sampled from: {error!r}")
     for what, ours, its, tolerance in pairs:
@@ -527,7 +523,7 @@ def score(reward, problems, rollout):
             fail(f"the reward {reward} gave {value} for the completion {text!r}")
     return rewards
 
-# ---- Problems ----------------------------------------------------------------------------------------
+# ---- Problems ----
 def load_problems(args, tokenizer):
     """The training and the held-out problems: rows of --dataset with "question", "answer" and "prompt" (ids)."""
     splits = read_splits(args.dataset)
@@ -535,11 +531,11 @@ def load_problems(args, tokenizer):
     for flag in ("split", "eval_split"):
         if getattr(args, flag) not in splits and not lone:
             fail(f"--{flag} {getattr(args, flag)}: --dataset {args.dataset} has only {', '.join(splits)}")
-    train, held_out = splits[args.split], splits.get(args.eval_split)
+    train, held_out = splits[args.split], splits.get(args.eval_split, [])
     if lone:  # hold out a fifth of the questions, the same ones in every run
-        out = [random.Random(str(row.get(args.question_column))).random() < 0.2 for row in train]
-        held_out = [row for row, is_out in zip(train, out) if is_out]
-        train = [row for row, is_out in zip(train, out) if not is_out]
+        train, held_out = parts = [], []
+        for row in splits[args.split]:
+            parts[random.Random(str(row.get(args.question_column))).random() < 0.2].append(row)
     held_out = random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
     return prepare(train, tokenizer, args, "to train on"), prepare(held_out, tokenizer, args, "held out")
 
@@ -589,7 +585,9 @@ def prompt_ids(questions, system_prompt, tokenizer):
     chats = [system + [{"role": "user", "content": question}] for question in questions]
     try:
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError:  # a template without a system role: say it in the user's turn
+    except jinja2.TemplateError as error:  # mostly for want of a system role: say it in the user's turn
+        if not system_prompt:
+            fail(f"the chat template of --model cannot be used: {error}")
         return prompt_ids([f"{system_prompt}\n\n{text}" for text in questions], "", tokenizer)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
 
@@ -617,7 +615,7 @@ def step_signs(rollout, tokenizer):
             line += piece.count("\n")
     return signs.to(rollout["mask"])
 
-# ---- Command line ------------------------------------------------------------------------------------
+# ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the docstring as written and the default of each flag."""
 
@@ -679,9 +677,9 @@ def parse(parser, argv):
     args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
     if args.resume:
         try:
-            saved = json.loads(Path(args.out or "", "args.json").read_text())
-        except (OSError, ValueError):
-            fail(f"--resume: there is no run in --out {args.out}")
+            saved = json.loads(Path(args.out, "args.json").read_text())
+        except (OSError, ValueError, TypeError):  # TypeError: --out was not given
+            fail(f"--resume: there is no run in --out {args.out}; remove it to start anew")
         parser.set_defaults(**saved | {"resume": True})
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
         for name in ("script", "model", "dataset", "reward_model"):
@@ -697,6 +695,8 @@ def parse(parser, argv):
         fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}: groups stay together")
     if getattr(args, "ref_every", None) and args.beta == 0:
         fail("--ref_every: needs --beta above 0, without which there is no reference")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        fail("--tensorboard: needs that package (pip install tensorboard)")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -705,7 +705,7 @@ def parse(parser, argv):
         args.dtype = "float32" if args.device == "cpu" else "bfloat16"
     return args
 
-# ---- The run: its directory, checkpoints and log -----------------------------------------------------
+# ---- The run: its directory, checkpoints and log ----
 def launch(main, args):
     """Run a script's main in --out. What a user can mend ends in one line, anything else in its traceback."""
     transformers.logging.set_verbosity_error()  # its notes are on other training loops than ours
@@ -713,7 +713,7 @@ def launch(main, args):
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every new shape, and each batch has one
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
-    try:  # who makes the directory has it: no two runs write to one
+    try:  # who makes the directory has it (two --resume at once are not caught)
         Path(args.out).mkdir(parents=True, exist_ok=args.resume)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}; to continue the run in it, add --resume")
@@ -723,8 +723,8 @@ def launch(main, args):
         fail("interrupted; what was saved before is as it was", 130)
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens if it was in the update, --prompts, --group_size or "
-             "--max_new_tokens if in sampling, or give --offload_optimizer")
-    except OSError as error:  # no such model or data set, a full disk
+             "--max_new_tokens if in sampling, or give --offload_optimizer or --beta 0")
+    except OSError as error:  # a full disk
         fail(f"{error}; what was saved before is as it was")
     finally:
         if not any(Path(args.out).iterdir()):
@@ -736,8 +736,8 @@ def checkpoints(args):
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N under --out (policy for from_pretrained, value model, optimizer.pt) and remove the one before. Written
-    beside and renamed: a kill at any instant leaves a good one. Random states are functions of --seed and the step."""
+    """Save step-N under --out and remove the one before. Written beside and renamed: a kill at any instant leaves a
+    good one. There are no random states to save: each is a function of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
@@ -830,8 +830,7 @@ class Logger:
             file.write(json.dumps(stats) + "\n")
         for name, value in stats.items() if self.args.tensorboard else ():
             self.board.add_scalar(name, value, step)
-        shown = self.shown(self.SHOWN, stats)
-        if shown:
+        if shown := self.shown(self.SHOWN, stats):
             self.say(f"step {step}/{self.args.steps}  {shown}")
         if "eval_accuracy" in stats:
             self.say(f"held out, after {step} steps:  {self.shown(self.HELD_OUT, stats)}")
@@ -840,7 +839,7 @@ class Logger:
             self.say(f"{question}\n{text}\n(reward {rollout['rewards'][0]:g})", "    | ")
         if stats.get("truncated", 0) > 0.5:
             self.say("warning: over half of the completions were cut off: raise --max_new_tokens")
-        if stats.get("skipped", 0) > 0:
+        if stats.get("skipped", 0) + stats.get("value_skipped", 0) > 0:
             self.say("warning: the gradient was not finite, a step was skipped: lower --lr")
         self.bar.update(step - self.bar.n)
 
@@ -860,7 +859,7 @@ class Logger:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(130)
 
-# ---- Reward -------------------------------------------------------------------------------------------
+# ---- Reward ----
 # Is the marked answer of a completion equal to the gold answer? Each of the two is brought to one
 # spelling, then to canonical forms, without a look at the other. Nothing is evaluated.
 

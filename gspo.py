@@ -18,9 +18,9 @@ you name one, as the reward is 1 for a right answer and 0 for a wrong one; with 
 reference model.
 
 The reward belongs to a whole completion, and so do the ratio and its clip: all tokens of o_i
-count, or none. w_it is GRPO's ratio of a token. The paper has no KL (here beta is 0) and so needs
-no mean over t, except with --token_level (GSPO-token, eq. 13): s_it = sg[s_i] w_it / sg[w_it],
-where sg stops the gradient, has the value of s_i and lets tokens have advantages of their own.
+count, or none. w_it is GRPO's ratio of a token. The paper has no KL: here beta is 0. Its
+GSPO-token (--token_level, eq. 13) has s_it = sg[s_i] w_it / sg[w_it], where sg stops the gradient:
+s_it equals s_i, but tokens may have advantages of their own.
 
     python gspo.py                                                               a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k     one GPU

@@ -230,6 +230,14 @@ def test_memory_flags_change_neither_weights_nor_metrics_and_dtype_the_weights(s
 
 
 @every_script
+def test_a_run_asks_other_problems_at_every_step(script, spread, monkeypatch):
+    calls = spy(monkeypatch, script, "collect")
+    train(script, f"{TINY} --steps 3 --prompts 3")
+    asked = [problem["question"] for call in calls for problem in call.problems]
+    assert len(set(asked)) == len(asked) == 9
+
+
+@every_script
 def test_beta_0_holds_no_reference_and_otherwise_it_is_the_frozen_model(script, spread, monkeypatch):
     collected = spy(monkeypatch, script, "collect")
     assert "kl" not in train(script, f"{TINY} --beta 0", out="none")[-1]
@@ -361,10 +369,13 @@ def test_a_step_that_is_not_finite_is_skipped_whole_and_warned_about(script, spr
 
     def sometimes_nan(*args):
         loss, stats = real(*args)
-        return (loss * float("nan") if next(count) == 3 else loss), stats
+        if next(count) == 3:
+            loss = loss * float("nan")
+            stats["loss"] = loss.detach(), 1
+        return loss, stats
     monkeypatch.setattr(script, "policy_loss", sometimes_nan)
     rows = train(script, f"{TINY} --steps 4 --epochs 1")
-    assert [row["skipped"] for row in rows[1:]] == [0, 0, 1, 0] and "grad_norm" not in rows[3]
+    assert [row["skipped"] for row in rows[1:]] == [0, 0, 1, 0] and not {"loss", "grad_norm"} & rows[3].keys()
     assert capsys.readouterr().out.count("warning: the gradient was not finite") == 1
     assert all(weight.isfinite().all() for weight in weights().values())
     state = torch.load(newest() / "optimizer.pt")["policy"]["adamw"]["state"]

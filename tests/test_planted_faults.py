@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ LIBRARIES = ["pytest", "datasets", "torch._dynamo", "transformers.generation",
              *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "gpt2"))]
 SOUND = "z_scores or lands_on or memory_is or keep_groups or first_stop or lone_file or warm_up or out_def"
 FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test files: words of tests' names
+    ("batch_of(problems, step, args)", "batch_of(problems, 1, args)", "cli: other_problems"),
     ("(logp - old_logp) * mask", "(old_logp - logp) * mask", "equations: clip_table"),
     ("torch.min(ratio * adv, clip", "torch.max(ratio * adv, clip", "equations: clip_table"),
     ("torch.min(ratio * adv, clipped * adv)", "adv * torch.min(ratio, clipped)", "equations: clip_table"),
@@ -64,7 +66,6 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("(old_logp - ref_logp) * mask", "((old_logp - ref_logp) ** 2 / 2) * mask", "equations: reverse_kl"),
     ("mask.sum(1).long() - 1  ", "mask.sum(1).long().clamp(max=mask.shape[1] - 1)", "ppo: lands_on"),
     ("torch.max((values - returns)", "torch.min((values - returns)", "equations: value_loss"),
-    ("old_values + (values - old_values).clamp", "values.clamp", "equations: value_loss"),
     ("(args.vf_coef * error / rows)", "(error / rows)", "ppo: gradients_of_an_update"),
     ("args.value_lr, args, eps=1e-5", "args.lr, args, eps=1e-5", "ppo: learning_rate"),
     ("args.lr, args, eps=1e-5", "args.lr, args", "ppo: epsilon"),
@@ -84,15 +85,13 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("        begin = end", "        begin = max(begin + 1, end - 1)", "batching: within_the_budget"),
     ("groups.tensor_split(count)", "groups.flatten().tensor_split(count)", "batching: keep_groups"),
     ('result[b["row"], :b', 'result[b["row"].sort()[0], :b', "batching: put_back"),
-    ("self.kept[name].append(value)", "self.kept[name] = [value]", "batching: weighted"),
-    ("positions - padded,", "positions,", "batching: weighted"),
+    ("in zip(*kept)", "in zip(kept[-1])", "batching: weighted"),
     ("/ mask.sum(),  # its", "/ mask.numel(),  # its", "batching: leave_padding_out"),
     ('1 - rollout["finished"]', 'rollout["finished"]', "batching: leave_padding_out"),
     ('f"{args.seed} {passes}"', 'f"{args.seed}"', "batching: every_problem_once"),
     ("self.device, torch.float32)", "self.device)", "batching: learning_rate_of"),
     ("weight.grad_dtype = torch.float32", "pass", "batching: summed_in_float32"),
     ("        if finite:", "        if True:", "batching: non_finite"),
-    ("for tensor in (*weights, *masters):", "for tensor in masters:", "batching: non_finite"),
     ("(0.9, 0.95), eps", "(0.9, 0.999), eps", "batching: equals_adamw"),
     ("eps, 0.0, fused", "1e-8, 0.0, fused", "batching: equals_adamw"),
     ('self.adamw.load_state_dict(state["adamw"])', "pass", "batching: goes_on"),
@@ -115,7 +114,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("self.running[self.kept] =", "self.running = ~~self.running; self.running[self.kept] =",
      "sampling: replayed"),
     ("rows.width_step\n            step = None", "rows.width_step", "sampling: replayed"),
-    ("(rewards >= 1)", "(rewards > 0)", "sampling: counts_every_problem"),
+    (" if math.isfinite(value)}", "}", "cli: not_finite_is and grpo"),
     ("(args.eval_samples, args.temperature)", "(args.eval_samples, 1.0)", "sampling: counts_every_problem"),
     ("torch.manual_seed(args.seed)  #", "#", "sampling: same_numbers"),
     # models, problems, rewards
@@ -145,6 +144,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("weight.data.copy_(self.masters[name])", "pass", "resume: bit_equal_to and grpo"),
     ('models["reference"].load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),
 ], "tests/toy/make": [
+    ('tokenizer, problems["train"])', 'tokenizer, problems["test"])', "toy: program_itself"),
     ("as_batch(draw(problems, rng)", 'as_batch(draw(make_problems()["test"], rng)', "toy: warm_up"),
     ("digit}={new}", "digit}={result}", "toy: warm_up"),
 ]}
@@ -152,35 +152,35 @@ CASES = [(f"{path}.py", sound, faulty, f"{tests} and {path}" if " " in paths els
          for paths, faults in FAULTS.items() for sound, faulty, tests in faults for path in paths.split()]
 
 
-def plant(folder, path, sound, faulty, tests):
+def plant(path, sound, faulty, tests):
     """Run `tests` on a copy of the tree with the fault in it: pytest's exit status and its last words."""
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, folder)
-    source = (folder / path).read_text()
-    if source.count(sound) != 1:
-        return -1, f"the fault no longer fits the code: {sound!r} is in {path} {source.count(sound)} times"
-    (folder / path).write_text(source.replace(sound, faulty))
-    os.chdir(folder)
-    gc.freeze()  # else pytest's search for garbage goes through all of the libraries, which takes seconds
-    signal.alarm(100)  # for a fault that makes a test hang
-    names, words = tests.split(": ")
-    options = ["-k", words, "-m", "upkeep or not upkeep", "-xq", "--assert=plain", "--tb=native"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
+        tempfile.tempdir = folder  # what the tests leave behind goes with it
+        shutil.copytree(ROOT / "tests", f"{folder}/tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for script in ROOT.glob("*.py"):
+            shutil.copy(script, folder)
+        os.chdir(folder)
+        source = Path(path).read_text()
+        if source.count(sound) != 1:
+            return -1, f"the fault no longer fits the code: {sound!r} is in it {source.count(sound)} times"
+        Path(path).write_text(source.replace(sound, faulty))
+        gc.freeze()  # else pytest's search for garbage goes through all of the libraries, which takes seconds
+        signal.alarm(100)  # for a fault that makes a test hang
+        names, words = tests.split(": ")
+        options = ["-k", words, "-m", "upkeep or not upkeep", "-xq", "--assert=plain", "--tb=native"]
         status = pytest.main([f"tests/test_{name}.py" for name in names.split()] + options)
     return int(status), said.getvalue()[-2000:]
 
 
 @pytest.fixture(scope="module")
-def planted(request, tmp_path_factory):
+def planted(request):
     """The results of the cases that were chosen, by their place in the table, as soon as they are there."""
     chosen = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
-    folders = {case: tmp_path_factory.mktemp("fault") for case in chosen}
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")  # it has no threads of its own
     context.set_forkserver_preload(LIBRARIES)
     with context.Pool(2, maxtasksperchild=1) as pool:
-        yield {case: pool.apply_async(plant, (folders[case], *CASES[case])) for case in chosen}
+        yield {case: pool.apply_async(plant, CASES[case]) for case in chosen}
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{path}:{faulty}" for path, _, faulty, _ in CASES])

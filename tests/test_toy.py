@@ -1,6 +1,7 @@
 """The toy: its data are right and keep the exam apart, its model has two habits, make.py makes both again."""
 import json
 import random
+import runpy
 import subprocess
 import sys
 
@@ -68,3 +69,17 @@ def test_make_makes_the_same_data_and_both_models_have_the_two_habits(tmp_path):
             (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
         shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
         assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares
+
+
+def test_the_program_itself_warms_up_on_the_training_split(monkeypatch, tmp_path):
+    class Seen(Exception):
+        """Raised with the first batch."""
+
+    def stop(model, batch, temperature):
+        raise Seen(batch["ids"])
+    monkeypatch.setattr("common.token_logprobs", stop)
+    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path)])
+    with pytest.raises(Seen) as seen:
+        runpy.run_path(str(TOY / "make.py"), run_name="__main__")
+    texts = AutoTokenizer.from_pretrained(TOY).batch_decode(seen.value.args[0])
+    assert {text.split("\n")[0] for text in texts} <= {row["question"] for row in SPLITS["train"]}
