@@ -6,14 +6,12 @@ completion), T completion positions, M tokens, V vocabulary, H width of the hidd
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
     attention  (N, L)  1 on both, 0 on padding; from lengths, as eos also occurs inside prompts
-    mask       (N, T)  1 on the sampled tokens, the first end of sequence included; 0 behind them, so without holes
+    mask       (N, T)  1 on the sampled tokens, the first end of sequence included; 0 behind them
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
 to which the scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
-import contextlib
 import copy
-import importlib.util
 import json
 import math
 import random
@@ -27,8 +25,6 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
-import jinja2
-import safetensors
 import torch
 import transformers
 from tqdm import tqdm
@@ -37,54 +33,51 @@ TOY = str(Path(__file__).resolve().parent / "tests" / "toy")  # default model an
 
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, temperature):
-    """log pi(token | all before it) of a batch's completion tokens, pi = softmax(logits / temperature): (N, T) float32, 0
-    outside the mask. The (N, T, V) logits never exist."""
+    """log pi of completion tokens, pi = softmax(logits / temperature): (N, T) float32, 0 outside the mask."""
     place, hidden, target = completion_states(model, batch)
     weight = model.get_output_embeddings().weight
     logp = ChunkedLogProbs.apply(hidden, weight, target, temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(place, logp)
 
 def token_values(model, batch, temperature=None):
-    """V of the state before each completion token, by the value model: (N, T) float32; at any temperature."""
+    """The critic's V of the state before each completion token: (N, T) float32."""
     place, hidden, _ = completion_states(model, batch)
     values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(place, values)
 
 def completion_states(model, batch):
     """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states that predict them
-    (M, H), and their ids (M,). A token is predicted one position before its own: the only shifted index here."""
+    (M, H), and their ids (M,). A token is predicted one position before its own: here is the only shifted index."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
-    # Causal attention never looks right: padding there needs no mask, and flash attention takes none.
+    # Causal attention never looks right: padding there needs no mask.
     hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state  # (N, L, H)
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def head_logits(hidden, weight, temperature=1.0):
-    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V). Products of bfloat16 are summed and kept
-    in float32: logits rounded to bfloat16 would move log-probs by up to 0.07."""
-    if hidden.dtype != torch.bfloat16:
-        logits = hidden @ weight.T
-    elif hidden.is_cuda:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V). Never rounded to bfloat16, which would move
+    log-probs by up to 0.07."""
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.is_cuda and hidden.dtype != precise:
+        logits = torch.mm(hidden, weight.T, out_dtype=precise)
     else:
-        logits = hidden.float() @ weight.float().T
+        logits = hidden.to(precise) @ weight.to(precise).T
     return logits if temperature == 1 else logits.div_(temperature)
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes the logits
-    again: (C, V) numbers in memory instead of several times (M, V), for one more product."""
-
+    """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes the
+    logits again: (C, V) numbers in memory instead of several times (M, V), for one more product."""
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature):
         """(M, H), (V, H), (M,) -> (M,)"""
         ctx.save_for_backward(hidden, weight, target)
-        ctx.temperature, ctx.C = temperature, 512 if hidden.is_cuda else 256  # GPUs want large products
+        ctx.temperature, ctx.C = temperature, 512 if hidden.is_cuda else 256
         logp = []
         for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
             logits = head_logits(h, weight, temperature)  # (C, V)
             logp.append(logits.gather(1, y[:, None]).squeeze(1) - logits.logsumexp(-1))
-            del logits  # before the next chunk's are made
+            del logits  # before the next are made
         return torch.cat(logp)
 
     @staticmethod
@@ -92,31 +85,26 @@ class ChunkedLogProbs(torch.autograd.Function):
         """d log p(target) / d logits = (onehot(target) - p) / temperature."""
         hidden, weight, target = ctx.saved_tensors
         grad = grad / ctx.temperature  # (M,)
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:  # the head is not frozen
-            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # (V, H)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             c = slice(start, start + ctx.C)
             p = head_logits(hidden[c], weight, ctx.temperature).softmax(-1)  # (C, V)
             grad_logits = p.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[c] = grad_logits @ weight
-            if grad_weight is not None and weight.dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad_logits.T, hidden[c])  # in place: no (V, H) temporary
-            elif grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[c]  # bfloat16 products, summed in float32
+            grad_weight += grad_logits.T @ hidden[c]  # bfloat16 products, summed in float32
         return grad_hidden, grad_weight, None, None
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
-    """Cut a rollout into `count` even parts that keep groups whole; its prompts are in random order."""
+    """Cut a rollout into `count` even parts that keep groups whole."""
     groups = torch.arange(len(rollout["ids"]), device=rollout["ids"].device).view(-1, group_size)
     for part in groups.tensor_split(count):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens):
-    """Cut `batch` into micro-batches of at most `tokens` positions, padding included; a row over the budget is alone.
-    Rows are sorted by length and trimmed to the longest; a row 15 % and 8 positions shorter begins the next."""
+    """Cut `batch` into micro-batches of at most `tokens` positions, padding included; a longer row is alone. Rows
+    are sorted by length and trimmed to the longest; a row 15 % and 8 positions shorter begins the next."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     completions = batch["mask"].sum(1).long()[order].tolist()
     lengths, begin = lengths.tolist(), 0
@@ -136,41 +124,35 @@ def select(batch, rows):
 
 @torch.no_grad()
 def over_rollout(function, model, rollout, args):
-    """`function` (token_logprobs or token_values) of a rollout, as constants: (N, T). In the pieces of the update: in
-    bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
+    """token_logprobs or token_values (`function`) of a rollout, as constants: (N, T). In the pieces of the update:
+    in bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
             result[b["row"], :b["mask"].shape[1]] = function(model, b, args.temperature)
     return result
 
-class Totals:
-    """Means of statistics (sum, count), maxima of single ones; on the device, so that nothing waits for them."""
-    def __init__(self):
-        self.kept, self.began = {}, time.perf_counter()
-
-    def add(self, stats):
-        for name, value in stats.items():
-            self.kept.setdefault(name, []).append(value)
-
-    def means(self):
-        maxima = {name: float(max(kept)) for name, kept in self.kept.items() if torch.is_tensor(kept[0])}
-        sums = {name: [float(sum(x)) for x in zip(*kept)] for name, kept in self.kept.items() if name not in maxima}
-        padded, positions = sums["padding"]
-        sums["update_tokens_per_s"] = positions - padded, time.perf_counter() - self.began
-        return maxima | {name: total / count for name, (total, count) in sums.items()}
-
 def padding(batch):
-    """Share of a micro-batch's positions that are padding, as statistics for Totals."""
+    """The share of a micro-batch's positions without a token, as a statistic (sum, count)."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
+
+def means(logged, began):
+    """What an update logs: means of its statistics (sum, count), maxima of the others, and its speed."""
+    kept = {}
+    for name, value in (item for stats in logged for item in stats.items()):
+        kept.setdefault(name, []).append(value)
+    maxima = {name: float(max(values)) for name, values in kept.items() if torch.is_tensor(values[0])}
+    sums = {name: [float(sum(x)) for x in zip(*values)] for name, values in kept.items() if name not in maxima}
+    padded, positions = sums["padding"]
+    sums["update_tokens_per_s"] = positions - padded, time.perf_counter() - began
+    return maxima | {name: total / count for name, (total, count) in sums.items()}
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. An update at
-    a learning rate of 1e-6 is too small for bfloat16: without masters 98 % of the weights would never move."""
+    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. In bfloat16 an
+    update at a learning rate of 1e-6 would be rounded away in 98 % of the weights."""
     def __init__(self, model, lr, args, eps=1e-8):
-        self.lr, self.warmup_steps, self.taken = lr, args.warmup_steps, 0
-        self.max_grad_norm = args.max_grad_norm
+        self.lr, self.args, self.taken = lr, args, 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -179,18 +161,17 @@ class Optimizer:
         for name, weight in self.weights.items():
             weight.grad_dtype = torch.float32
             self.masters[name] = weight.detach().to(self.device, torch.float32)
-        # betas as in most language model training: torch's 0.999 remembers longer than a short run
+        # torch's beta of 0.999 remembers longer than a short run
         self.adamw = torch.optim.AdamW(self.masters.values(), lr, (0.9, 0.95), eps, 0.0, fused=True)
 
     def step(self, prefix=""):
-        """One step of AdamW, or none if the gradient is not finite; then clear it. Returns its norm, for Totals."""
+        """One step, or none if the gradient is not finite; then clear it. Returns its norm, for `means`."""
         weights, masters = self.weights.values(), self.masters.values()
-        norm = torch.nn.utils.clip_grad_norm_(weights, self.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm).item()
         finite = math.isfinite(norm)
         if finite:
             self.taken += 1
-            lr = self.lr * min(1.0, self.taken / max(1, self.warmup_steps))
-            self.adamw.param_groups[0]["lr"] = lr
+            self.adamw.param_groups[0]["lr"] = self.lr * min(1.0, self.taken / max(1, self.args.warmup_steps))
             for weight, master in zip(weights, masters):
                 master.grad = None if weight.grad is None else weight.grad.to(self.device)
             self.adamw.step()
@@ -198,7 +179,7 @@ class Optimizer:
                 weight.data.copy_(master)  # rounds to bfloat16
         for tensor in (*weights, *masters):
             tensor.grad = None
-        stats = {"grad_norm": (norm, 1), "grad_clipped": (norm > self.max_grad_norm, 1)} if finite else {}
+        stats = {"grad_norm": (norm, 1), "grad_clipped": (norm > self.args.max_grad_norm, 1)} if finite else {}
         return {prefix + name: value for name, value in (stats | {"skipped": (not finite, 1)}).items()}
 
     def state_dict(self):
@@ -206,7 +187,7 @@ class Optimizer:
 
     def load_state_dict(self, state):
         """Also sets the weights. Raises ValueError, before any change, if it is of other weights."""
-        if [(n, m.shape) for n, m in state["masters"].items()] != [(n, m.shape) for n, m in self.masters.items()]:
+        if {n: m.shape for n, m in state["masters"].items()} != {n: w.shape for n, w in self.weights.items()}:
             raise ValueError("it was saved for other trained weights than these")
         for name, weight in self.weights.items():
             self.masters[name].data.copy_(state["masters"][name])
@@ -217,30 +198,27 @@ class Optimizer:
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
-    """Sample `group_size` completions of each of P prompts (lists of ids) from softmax(logits / temperature); 0 is
-    greedy. Returns a rollout of N = P * group_size rows, with finished (N,), texts (N strings) and the seconds it took.
-
-    transformers' generate would add settings of the model's own, such as a top_k, to the distribution that is trained.
-    This loop reads a prompt once for its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
+    """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature); 0 is
+    greedy. Returns a rollout of N = P * group_size rows, with finished (N,), texts (N strings) and seconds.
+    transformers' generate would add the model's own settings, such as a top_k, to the distribution. This loop
+    reads a prompt once for its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
     began, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode checkpointing drops the cache without a word
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
     rows.append(rows.read_prompts())
-    step = None
+    recorded = None
     for t in range(1, max_new_tokens):
-        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # a look makes the GPU wait
+        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # looking makes a GPU wait
             if not rows.running.any():
                 break
             rows.drop_finished()
-            step = None  # a graph is for tensors of one shape
-        if rows.width < rows.S + t:
-            rows.width += rows.width_step
-            step = None
-        if step:
+        rows.width = math.ceil((rows.S + t) / rows.width_step) * rows.width_step
+        if recorded == (len(rows.kept), rows.width):  # a graph is for tensors of one shape
             step()
         else:
             rows.next_token()  # libraries set themselves up in it, which no graph may hold
             step = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
+            recorded = len(rows.kept), rows.width
     model.train(was_training)
     return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
 
@@ -250,25 +228,23 @@ def record(step):
     try:
         with torch.cuda.graph(graph):
             step()
-    except RuntimeError as error:  # the model waits for a value, as with dynamic rope
-        fail(f"this model's kernels cannot be recorded: give --no-cuda_graphs ({error})")
+    except RuntimeError as error:  # the model waits for a value
+        fail(f"this model cannot be recorded: give --no-cuda_graphs ({error})")
     return graph.replay
 
 def stop_ids(model, tokenizer):
     """Every token id that ends a completion: chat models have two or more."""
-    listed = model.generation_config.eos_token_id
-    listed = listed if isinstance(listed, list) else [listed]
-    return sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None})
+    eos = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 class Rows:
-    """Completions being written, and the model's cache: layer by layer, keys and values as (n, length, heads, width),
-    those of the token at position p of row i at [i, p], so that no prompt is padded on the left. What changes from
-    token to token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
-
+    """Completions being written, and the model's cache: for each layer keys and values (n, length, heads, D),
+    those of the token at position p of row i at [i, p], so that no prompt is padded on the left. What changes
+    with a token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
         self.S, self.stop, self.layers = max(map(len, prompts)), torch.tensor(stop, device=device), []
-        # Attention looks at the first `width` positions. On a GPU every width is a graph: a few must do.
+        # Attention looks at the first `width` positions; on a GPU each width is another graph
         self.width_step = step = 256 if device.type == "cuda" else 1
         self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
         ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts], device=device)
@@ -281,42 +257,38 @@ class Rows:
 
     def read_prompts(self):
         """Read each prompt once for its group; logits of the token after each row, (N, V)."""
-        ids = self.ids[::self.G, :self.S]  # (P, S)
-        positions = torch.arange(self.S, device=ids.device).expand(len(ids), -1)  # (P, S)
-        hidden = self.read(ids, positions, self.S)
-        hidden = hidden[self.new_rows[:, 0], self.position[::self.G]]  # (P, H)
+        ids, last = self.ids[::self.G, :self.S], self.position[::self.G]  # (P, S), (P,)
+        logits = self.read(ids, torch.arange(self.S, device=ids.device).expand_as(ids), last)  # (P, V)
         self.layers = [[x.repeat_interleave(self.G, 0) for x in layer] for layer in self.layers]
-        return head_logits(hidden, self.model.get_output_embeddings().weight).repeat_interleave(self.G, 0)
+        return logits.repeat_interleave(self.G, 0)
 
     def read_last(self):
         """Read the last token of each row; logits of the next one, (n, V)."""
-        position = self.position[self.kept][:, None]  # (n, 1)
-        hidden = self.read(self.ids[self.kept[:, None], position], position, self.width)  # (n, 1, H)
-        return head_logits(hidden[:, 0], self.model.get_output_embeddings().weight)
+        position = self.position[self.kept]  # (n,)
+        return self.read(self.ids[self.kept, position][:, None], position[:, None], 0)
 
-    def read(self, ids, positions, width):
-        """Hidden states (n, S, H) of new ids (n, S) at `positions` (n, S), within the first `width` positions."""
-        self.new_rows = torch.arange(len(ids), device=ids.device)[:, None]  # (n, 1)
-        self.new_positions, self.visible = positions, width
-        masks = attention_masks(self.model, positions, width)
-        return self.model.base_model(input_ids=ids, attention_mask=masks, position_ids=positions,
-                                     past_key_values=self, use_cache=True).last_hidden_state
+    def read(self, ids, positions, last):
+        """Read new ids (n, S) at `positions` (n, S); logits of the token after column `last` of each row, (n, V)."""
+        row = torch.arange(len(ids), device=ids.device)  # (n,)
+        self.place = row[:, None], positions
+        masks = attention_masks(self.model, positions, self.width)
+        hidden = self.model.base_model(input_ids=ids, attention_mask=masks, position_ids=positions,
+                                       past_key_values=self, use_cache=True).last_hidden_state  # (n, S, H)
+        return head_logits(hidden[row, last], self.model.get_output_embeddings().weight)
 
     def update(self, keys, values, layer, *_):
-        """Called by every attention layer: keep its keys and values (n, heads, S, D), return what to attend to."""
+        """Called by each attention layer: keep its keys and values (n, heads, S, D), return all to attend to."""
         if layer == len(self.layers):
-            length = self.ids.shape[1]
-            self.layers.append([x.new_zeros(len(x), length, x.shape[1], x.shape[3]) for x in (keys, values)])
+            self.layers.append([x.new_zeros(len(x), self.ids.shape[1], x.shape[1], x.shape[3]) for x in (keys, values)])
         for cached, new in zip(self.layers[layer], (keys, values)):
-            cached[self.new_rows, self.new_positions] = new.transpose(1, 2)
-        return [x[:len(keys), :self.visible].transpose(1, 2) for x in self.layers[layer]]
+            cached[self.place] = new.transpose(1, 2)
+        return [x[:len(keys), :self.width].transpose(1, 2) for x in self.layers[layer]]
 
     def get_seq_length(self, *_):
-        return 0  # some families would count positions from here; they are given position_ids
+        return 0  # called by some families, which need not count: they are given position_ids
 
     def append(self, logits):
-        """Draw a token from each row's softmax(logits / temperature), (n, V), and put it behind the row if that is
-        running. The argmax of logits - log E, with E exponential, has that distribution (the Gumbel-max trick)."""
+        """Draw tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick, for the running rows."""
         if self.temperature > 0:
             logits = logits / self.temperature - torch.empty_like(logits).exponential_().log_()
         token, running = logits.argmax(-1), self.running[self.kept]  # (n,) both
@@ -346,8 +318,8 @@ class Rows:
                 "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def attention_masks(model, positions, width):
-    """Added to the scores of tokens at `positions` (n, S) for the first `width` positions: 0 or, where they must not
-    look, -inf, (n, 1, S, width); a dict of two if some layers see all and others a window."""
+    """For attention scores of tokens at `positions` (n, S): 0, or -inf where they must not look, (n, 1, S, width);
+    a dict of two if some layers see all and others a window."""
     config = model.config.get_text_config()
     behind = positions[:, None, :, None] - torch.arange(width, device=positions.device)
     full = torch.zeros_like(behind, dtype=model.dtype).masked_fill_(behind < 0, -math.inf)
@@ -371,9 +343,9 @@ def rollout_stats(rollout, group_size):
     return {name: value.item() for name, value in stats.items()}
 
 def evaluate(policy, tokenizer, problems, reward, args):
-    """Mean reward on held-out `problems`: greedy, and over n = --eval_samples samples of each, with the
+    """Mean reward on held-out problems: greedy, and over n = --eval_samples samples of each, with the
     unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
-    torch.manual_seed(args.seed)  # the same draws at every evaluation: differences are the policy's
+    torch.manual_seed(args.seed)  # the same draws at every evaluation
     problems, result = sorted(problems, key=lambda problem: len(problem["prompt"])), {}
     for n, temperature in [(1, 0.0), (args.eval_samples, args.temperature)]:
         rewards, lengths, size = [], [], max(1, args.prompts * args.group_size // n)  # rows as in a rollout
@@ -393,7 +365,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
 
 # ---- Models ----
 def settle(args, policy, trained_models=1):
-    """Settle the defaults that depend on the model, and stop if it will not fit or cannot be trained rightly."""
+    """Settle the defaults that depend on the model; stop if it will not fit or cannot be trained rightly."""
     size, config = policy.num_parameters(), policy.config.get_text_config()
     for name, value in vars(args).items():
         if isinstance(value, dict):
@@ -406,22 +378,24 @@ def settle(args, policy, trained_models=1):
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     if size < 1_000_000 and args.device == "cpu":
-        torch.set_num_threads(1)  # a second thread gains nothing on products this small
+        torch.set_num_threads(1)  # more gain nothing on products this small
     per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter in bfloat16, gradients included
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
-        fail(f"--model {args.model}: training holds {held / 1e9:.0f} GB, more than the GPU has: --offload_optimizer "
-             "takes 12 bytes per parameter less, --beta 0 two")
-    print(f"{args.model}: {size / 1e6:,.2f}M parameters, {args.dtype} on {args.device}")
-    settings = "  ".join(f"--{name} {value}" for name, value in vars(args).items())
-    print(textwrap.fill(settings, 99, break_on_hyphens=False))
+        fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory; less: --offload_optimizer, --beta 0")
+    copies = 1 if args.resume or args.save_every >= args.steps else 2  # the new checkpoint beside the old one
+    saved = copies * size * 14 * trained_models
+    if saved > shutil.disk_usage(args.out).free:
+        fail(f"--out {args.out}: needs {saved / 1e9:.0f} GB of disk, or half with --save_every {args.steps}")
+    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
+    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
     check_model(policy, args)
 
 def load(kind, flag, source, **settings):
     """kind.from_pretrained(source); what cannot be loaded is one line."""
     try:
         return kind.from_pretrained(source, **settings)
-    except (OSError, ValueError, RuntimeError, ImportError, safetensors.SafetensorError) as error:
+    except Exception as error:  # libraries raise whatever their readers and the network raise
         fail(f"{flag} {source}: cannot be loaded: {error}")
 
 def load_policy(args):
@@ -430,12 +404,11 @@ def load_policy(args):
     tokenizer = load(transformers.AutoTokenizer, "--model", args.model)
     rows, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
     if not 2 < len(tokenizer) <= rows or not ends:
-        fail(f"--model {args.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows}, and {len(ends)} end "
-             "a sequence: not a whole model directory")
+        fail(f"--model {args.model}: incomplete: its tokenizer has {len(tokenizer)} of {rows} tokens, end tokens {ends}")
     return policy, tokenizer
 
 def load_value(policy):
-    """PPO's value model: a copy of the new policy without its head, under a scalar one that starts at 0."""
+    """PPO's value model: a copy of the policy with a scalar head, which starts at 0."""
     model, weight = copy.deepcopy(policy.base_model), policy.get_output_embeddings().weight
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # float32: values near 1 in bfloat16
     torch.nn.init.zeros_(model.score.weight)                                 # would have steps of 0.004
@@ -443,13 +416,13 @@ def load_value(policy):
     return model
 
 def load_model(kind, flag, source, args):
-    """Load `source` with the transformers class `kind` on --device in --dtype, without dropout."""
+    """Load `source` by the transformers class `kind`, on --device, in --dtype, without dropout."""
     model, found = load(kind, flag, source, dtype=getattr(torch, args.dtype), use_safetensors=True,
                         output_loading_info=True, ignore_mismatched_sizes=True)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
     if missing:
         fail(f"{flag} {source}: has no weights of the right shape for {', '.join(missing)}")
-    for module in model.modules():  # with dropout, old and new log-probs are of different networks
+    for module in model.modules():  # with dropout, old and new log-probs would be of different networks
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
@@ -472,12 +445,11 @@ def check_model(model, args):
         states = model.base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]  # (L, H) of the first row
         trained = model.train().base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]
         close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
+        headed = head_logits(states[-T:], model.get_output_embeddings().weight)
         pairs = [("has logits that are not finite", own, own, close),
-                 ("changes its logits after the head", head_logits(states[-T:], model.get_output_embeddings().weight), own[:T], close),
+                 ("changes its logits after the head", headed, own[:T], close),
                  ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
                  ("is random or different in training mode", trained, states, close)]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # with a cache, masks or outputs of its own a family raises what it likes
         fail(f"--model {args.model}: {type(model).__name__} cannot be sampled from: {error!r}")
     for what, ours, its, tolerance in pairs:
@@ -485,19 +457,19 @@ def check_model(model, args):
             fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
 
 def load_reward(args):
-    """The reward: any function (problems, completions) -> numbers, one per completion; 1 or more is right. A problem is
-    a dict with all columns of its row."""
+    """The reward: any function (problems, completions) -> numbers, one per completion; 1 or more is right. A
+    problem is a dict with all columns of its row."""
     if not args.reward_model:
         return answer_reward
     flag, source = "--reward_model", args.reward_model
     judge = load_model(transformers.AutoModelForSequenceClassification, flag, source, args).eval()
     tokenizer = load(transformers.AutoTokenizer, flag, source)
     if judge.config.num_labels != 1 or len(tokenizer) < 3:
-        fail(f"{flag} {source}: has {judge.config.num_labels} labels and {len(tokenizer)} tokens; a reward is one label")
+        fail(f"{flag} {source}: has {judge.config.num_labels} labels, not one, or no tokenizer")
 
     @torch.no_grad()
     def judged(problems, completions):
-        """Logits, one row at a time: how padding is read differs from model to model."""
+        """Logits, one row at a time: models read padding in different ways."""
         rewards = []
         for problem, text in zip(problems, completions):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
@@ -516,42 +488,40 @@ def score(reward, problems, rollout):
     texts = rollout["texts"]
     asked = [problem for problem in problems for _ in range(len(texts) // len(problems))]
     rewards = torch.as_tensor(reward(asked, texts), dtype=torch.float32, device=rollout["ids"].device)
-    if rewards.shape != (len(texts),):
-        fail(f"the reward {reward} gave {tuple(rewards.shape)} numbers for {len(texts)} completions")
-    for value, text in zip(rewards.tolist(), texts):
-        if not math.isfinite(value):
-            fail(f"the reward {reward} gave {value} for the completion {text!r}")
+    wrong = [(r, text) for r, text in zip(rewards.flatten().tolist(), texts) if not math.isfinite(r)]
+    if wrong or rewards.shape != (len(texts),):
+        fail(f"the reward {reward} gave {tuple(rewards.shape)} numbers for {len(texts)} completions {wrong[:1]}")
     return rewards
 
 # ---- Problems ----
 def load_problems(args, tokenizer):
-    """The training and the held-out problems: rows of --dataset with "question", "answer" and "prompt" (ids)."""
+    """Training and held-out problems: rows of --dataset with "question", "answer" and "prompt" (ids)."""
     splits = read_splits(args.dataset)
-    lone = list(splits) == [args.split] and args.eval_split == "test"
-    for flag in ("split", "eval_split"):
-        if getattr(args, flag) not in splits and not lone:
-            fail(f"--{flag} {getattr(args, flag)}: --dataset {args.dataset} has only {', '.join(splits)}")
-    train, held_out = splits[args.split], splits.get(args.eval_split, [])
-    if lone:  # hold out a fifth of the questions, the same ones in every run
-        train, held_out = parts = [], []
+    train, held_out = splits.get(args.split), splits.get(args.eval_split)
+    if list(splits) == [args.split] and args.eval_split == "test":
+        train, held_out = [], []  # a fifth of the questions, the same ones in every run
         for row in splits[args.split]:
-            parts[random.Random(str(row.get(args.question_column))).random() < 0.2].append(row)
+            drawn = random.Random(str(row.get(args.question_column))).random()
+            (held_out if drawn < 0.2 else train).append(row)
+    for flag, rows in [("split", train), ("eval_split", held_out)]:
+        if rows is None:
+            fail(f"--{flag} {getattr(args, flag)}: --dataset {args.dataset} has only {', '.join(splits)}")
     held_out = random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
-    return prepare(train, tokenizer, args, "to train on"), prepare(held_out, tokenizer, args, "held out")
+    return prepare(train, tokenizer, args, "train on"), prepare(held_out, tokenizer, args, "hold out")
 
 def read_splits(source):
     """What the datasets library reads from a file, a directory or the hub: {split: list of rows}."""
     import datasets  # takes a second: only here
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    path, reader = Path(source), formats.get(Path(source).suffix.lower())
-    if path.is_file() and not reader:
+    reader = formats.get(Path(source).suffix.lower())
+    if Path(source).is_file() and not reader:
         fail(f"--dataset {source}: not one of {', '.join(formats)}")
     try:
-        if reader and not path.is_dir():
+        if reader:
             splits = datasets.load_dataset(reader, data_files=source)
         else:
-            source = str(path.resolve()) if path.is_dir() else source  # a mere "csv" would be a reader
+            source = str(Path(source).resolve()) if Path(source).is_dir() else source  # "csv" would be a reader
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else configs[0])
         return {split: rows.to_list() for split, rows in splits.items()}
@@ -562,19 +532,18 @@ def prepare(rows, tokenizer, args, purpose):
     """Rows -> problems, without those whose answer cannot be read or whose prompt is too long."""
     columns = [args.question_column] + [args.answer_column] * (not args.reward_model)
     if rows and not set(columns) <= set(rows[0]):
-        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: see "
-             "--question_column and --answer_column")
+        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: give "
+             "--question_column, --answer_column")
     questions, answers = (["" if row.get(column) is None else str(row[column]) for row in rows]
                           for column in (args.question_column, args.answer_column))
     prompts, problems = prompt_ids(questions, args.system_prompt, tokenizer), []
     for row, question, answer, prompt in zip(rows, questions, answers, prompts):
-        if question and 0 < len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
+        if question and len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     if not problems:
-        fail(f"--dataset {args.dataset}: of {len(rows)} rows {purpose}, none has a prompt of at most "
-             "--max_prompt_tokens and an answer that can be read; see --split and --eval_split")
-    left_out = f"; {len(rows) - len(problems)} rows with long prompts or unreadable answers left out"
-    print(f"{len(problems)} problems {purpose}" + left_out * (len(problems) < len(rows)))
+        fail(f"--dataset {args.dataset}: of {len(rows)} rows to {purpose} none is readable and fits --max_prompt_tokens")
+    left_out = len(rows) - len(problems)
+    print(f"{len(problems)} problems to {purpose}; {left_out} with long prompts or unreadable answers left out")
     return problems
 
 def prompt_ids(questions, system_prompt, tokenizer):
@@ -585,23 +554,22 @@ def prompt_ids(questions, system_prompt, tokenizer):
     chats = [system + [{"role": "user", "content": question}] for question in questions]
     try:
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError as error:  # mostly for want of a system role: say it in the user's turn
+    except Exception as error:  # mostly for want of a system role: say it in the user's turn
         if not system_prompt:
             fail(f"the chat template of --model cannot be used: {error}")
         return prompt_ids([f"{system_prompt}\n\n{text}" for text in questions], "", tokenizer)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
 
 def batch_of(problems, step, args):
-    """The P problems of `step` (1, 2, ...) from an endless row of shuffles: a function of the seed and the step."""
-    passes, skip = divmod((step - 1) * args.prompts, len(problems))
-    row = []
-    while len(row) < skip + args.prompts:
-        row += random.Random(f"{args.seed} {passes}").sample(problems, len(problems))
-        passes += 1
-    return row[skip:skip + args.prompts]
+    """The P problems of `step`, from an endless row of shuffles: a function of --seed and the step."""
+    n, end = len(problems), step * args.prompts
+    places = range(end - args.prompts, end)
+    shuffles = {k: random.Random(f"{args.seed} {k}").sample(problems, n) for k in {i // n for i in places}}
+    return [shuffles[i // n][i % n] for i in places]
 
 def step_signs(rollout, tokenizer):
     """Which completion tokens are part of a line such as 7+2=9: 1 if it is true, -1 if false, else 0; (N, T)."""
+    operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
     signs, lengths = torch.zeros(rollout["mask"].shape), rollout["mask"].sum(1).long()
     for i, (ids, end, n) in enumerate(zip(rollout["ids"], rollout["attention"].sum(1), lengths)):
         pieces, line = tokenizer.batch_decode(ids[end - n:end, None]), 0
@@ -610,8 +578,7 @@ def step_signs(rollout, tokenizer):
         for t, piece in enumerate(pieces):
             if steps[line]:
                 a, op, b, c = steps[line].groups()
-                result = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op]
-                signs[i, t] = 1 if result == int(c) else -1
+                signs[i, t] = 1 if operations[op](int(a), int(b)) == int(c) else -1
             line += piece.count("\n")
     return signs.to(rollout["mask"])
 
@@ -622,7 +589,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     """argparse with a script's docstring as its --help, and errors of one line and exit status 2."""
     def __init__(self, script, doc):
-        super().__init__(Path(script).name, "%(prog)s [--flag value ...]", doc, formatter_class=HelpFormatter, allow_abbrev=False)
+        super().__init__(Path(script).name, "%(prog)s [--flag value ...]", doc,
+                         formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message):
         fail(f"{message} ({self.prog} --help explains every flag)")
@@ -639,7 +607,7 @@ def add_args(parser):
     add("--model", default=TOY, help="causal language model: a directory or a hub name")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv or .parquet file, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; without splits a fifth is held out")
+    add("--eval_split", default="test", help="split to evaluate on; data without splits have a fifth held out")
     add("--question_column", default="question", metavar="NAME", help="column with the question")
     add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer")
     add("--system_prompt", metavar="TEXT", help="instruction before every question",
@@ -658,9 +626,10 @@ def add_args(parser):
     add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
         help="compute activations twice: a third more work for far less memory")
     add("--offload_optimizer", action="store_true", help="masters and moments in host memory")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
-        help="of the weights: auto is bfloat16 on a GPU; masters and moments are always float32")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train: a GPU if there is one")
+    add("--dtype", choices=["float32", "bfloat16"],
+        help="of the weights: bfloat16 on a GPU unless given; masters and moments are always float32")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=int, default={"toy": 20, "real": 200}, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of the samples and the order of the problems")
@@ -678,7 +647,7 @@ def parse(parser, argv):
     if args.resume:
         try:
             saved = json.loads(Path(args.out, "args.json").read_text())
-        except (OSError, ValueError, TypeError):  # TypeError: --out was not given
+        except (OSError, ValueError, TypeError):  # TypeError: no --out
             fail(f"--resume: there is no run in --out {args.out}; remove it to start anew")
         parser.set_defaults(**saved | {"resume": True})
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
@@ -686,23 +655,16 @@ def parse(parser, argv):
             if getattr(args, name) != saved[name]:
                 fail(f"--resume: the run in {args.out} has {name} {saved[name]}: start a new one")
     for name, value in vars(args).items():
-        if type(value) in (int, float):
-            low = 0 if name in "beta gamma lam vf_coef warmup_steps seed".split() else 1 if type(value) is int else 1e-9
+        if least := {int: 1, float: 1e-9}.get(type(value)):
+            low = 0 if name in "beta gamma lam vf_coef warmup_steps seed".split() else least
             high = 1 if name in "gamma lam eps_low".split() else 10**9
             if not low <= value <= high:
                 fail(f"--{name} {value}: must be between {low} and {high}")
     if args.minibatches > args.prompts:
         fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}: groups stay together")
-    if getattr(args, "ref_every", None) and args.beta == 0:
-        fail("--ref_every: needs --beta above 0, without which there is no reference")
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        fail("--tensorboard: needs that package (pip install tensorboard)")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: there is no GPU that torch can use")
-    if args.dtype == "auto":
-        args.dtype = "float32" if args.device == "cpu" else "bfloat16"
+    args.dtype = args.dtype or {"cpu": "float32", "cuda": "bfloat16"}[args.device]
     return args
 
 # ---- The run: its directory, checkpoints and log ----
@@ -713,7 +675,7 @@ def launch(main, args):
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every new shape, and each batch has one
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
-    try:  # who makes the directory has it (two --resume at once are not caught)
+    try:  # who makes the directory has it
         Path(args.out).mkdir(parents=True, exist_ok=args.resume)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}; to continue the run in it, add --resume")
@@ -722,9 +684,9 @@ def launch(main, args):
     except KeyboardInterrupt:
         fail("interrupted; what was saved before is as it was", 130)
     except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens if it was in the update, --prompts, --group_size or "
-             "--max_new_tokens if in sampling, or give --offload_optimizer or --beta 0")
-    except OSError as error:  # a full disk
+        fail("out of GPU memory: lower --micro_batch_tokens (for the update), --prompts, --group_size or "
+             "--max_new_tokens (for sampling), or give --offload_optimizer or --beta 0")
+    except (OSError, ImportError) as error:  # a full disk, no TensorBoard
         fail(f"{error}; what was saved before is as it was")
     finally:
         if not any(Path(args.out).iterdir()):
@@ -736,29 +698,30 @@ def checkpoints(args):
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N under --out and remove the one before. Written beside and renamed: a kill at any instant leaves a
-    good one. There are no random states to save: each is a function of --seed and the step."""
+    """Save step-N under --out, then remove the one before: a kill at any instant leaves a good one. There are no
+    random states to save: each is a function of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    if getattr(args, "ref_every", None):
+    if getattr(args, "ref_every", None) and args.beta > 0:
         states["reference"] = models["reference"].state_dict()
     try:
         for name in optimizers:
             models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
         tokenizer.save_pretrained(unfinished)
+        shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:  # safetensors, torch and the system each have their own for a full disk
+    except Exception as error:  # safetensors, torch and the system raise different ones for a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"--out {args.out}: step {step} cannot be saved (is the disk full?): {error}")
     for old in checkpoints(args):
         if int(old.name[5:]) < step:
-            old.rename(unfinished)  # so that a kill leaves no half of a checkpoint
+            old.rename(unfinished)  # a kill leaves no half of a checkpoint
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """With --resume, put all in the state of the newest checkpoint. Returns its step, else 0."""
+    """With --resume, load the newest checkpoint. Returns its step, else 0."""
     if not args.resume or not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]
@@ -773,32 +736,27 @@ def load_checkpoint(args, models, optimizers):
     return int(newest.name[5:])
 
 class Logger:
-    """Shows a run: a bar, a line per step, a completion now and then. Keeps metrics.jsonl and args.json."""
-    SHOWN = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}", "kl": "kl {:.4f}",
-             "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
+    """Shows a run: a bar, a line per step, a completion now and then. Writes metrics.jsonl and args.json."""
+    SHOWN = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
+             "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_completion_length": "length {:.1f}"}
-
     def __init__(self, args, start):
         self.args, self.start, self.interrupted, self.began = args, start, False, time.perf_counter()
-        self.path, self.history = Path(args.out, "metrics.jsonl"), []
+        self.path = Path(args.out, "metrics.jsonl")  # resumed: as it was at the checkpoint
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(args.out)
-        for line in self.path.read_text(errors="replace").splitlines() if start and self.path.exists() else []:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill can leave half a line
-                if json.loads(line)["step"] <= start:
-                    self.history.append(json.loads(line))
-        for path, text in [(self.path, "".join(json.dumps(entry) + "\n" for entry in self.history)),
-                           (Path(args.out, "args.json"), json.dumps(vars(args), indent=1))]:
-            path.with_suffix(".tmp").write_text(text)  # beside, then renamed: never half a file
-            path.with_suffix(".tmp").replace(path)
+        self.path.write_bytes((checkpoints(args)[-1] / "metrics.jsonl").read_bytes() if start else b"")
+        self.history = [json.loads(line) for line in self.path.open()]
+        Path(args.out, "args.tmp").write_text(json.dumps(vars(args), indent=1))
+        Path(args.out, "args.tmp").replace(Path(args.out, "args.json"))  # never half a file
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
         if start >= args.steps:
             self.say(f"this run has taken its {args.steps} steps: to go on, give more --steps")
 
     def steps(self):
-        """The steps to take, each with a seed of its own: a resumed run draws the same numbers."""
+        """The steps to take, each with its own seed: a resumed run draws the same numbers."""
         handler = signal.signal(signal.SIGINT, self.interrupt)
         for step in range(self.start + 1, self.args.steps + 1):
             torch.manual_seed(self.args.seed * 1_000_003 + step)
@@ -811,7 +769,7 @@ class Logger:
         """First Ctrl-C: finish the step and save. Second: KeyboardInterrupt, nothing saved."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupted = True
-        print("\ninterrupted: finishing and saving this step; Ctrl-C again leaves at once", file=sys.stderr)
+        print("\ninterrupted: saving after this step; Ctrl-C again leaves at once", file=sys.stderr)
 
     def say(self, text, indent=""):
         """Print above the bar, in 99 columns, with control characters escaped."""
@@ -820,7 +778,7 @@ class Logger:
             self.bar.write(textwrap.fill(line, 99, initial_indent=indent, subsequent_indent=indent))
 
     def log(self, step, stats, question=None, rollout=None):
-        """Record a step's statistics; show the first completion of the rollout now and then."""
+        """Log a step's statistics; show the first completion of the rollout now and then."""
         if self.args.device != "cpu":
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
@@ -847,29 +805,25 @@ class Logger:
         return "  ".join(text.format(stats[name]) for name, text in formats.items() if name in stats)
 
     def close(self):
-        """Print what came of the run and where it is; after Ctrl-C leave with status 130."""
+        """Print the results and where they are; after Ctrl-C leave with status 130."""
         self.bar.close()
         evaluated = [entry for entry in self.history if "eval_accuracy" in entry]
         for entry in evaluated[:1] + evaluated[1:][-1:]:
             print(f"held out, after {entry['step']:3} steps  {self.shown(self.HELD_OUT, entry)}")
         print(f"time                       {time.perf_counter() - self.began:.0f} s")
-        print(f"model and checkpoint       {(checkpoints(self.args) or ['none yet'])[-1]}")
+        print(f"model and checkpoint       {checkpoints(self.args)[-1]}")
         print(f"metrics                    {self.path}")
         if self.interrupted:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(130)
 
-# ---- Reward ----
-# Is the marked answer of a completion equal to the gold answer? Each of the two is brought to one
-# spelling, then to canonical forms, without a look at the other. Nothing is evaluated.
-
+# ---- Reward: each answer is brought to one spelling, then to canonical forms; nothing is evaluated ----
 LONGEST = 600  # characters; a longer answer is not read, so that none costs more than milliseconds
 SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
-    (r"\\begin\{.matrix\}(.*)\\end\{.matrix\}", r"(\1)"),  # \begin{bmatrix}1\end{bmatrix} -> (1)
     (r"\\(?=[][(){}%$0-9 ])|[$°]|\^\{?\\circ\}?", ""),  # \$5^\circ -> 5
     (r"\\[,:;!]|\\q?quad|\\(?:left|right)(?![a-z])", ""),  # \left(1,\,2\right) -> (1,2)
     (r"(?<=\\)[dtc](?=frac)|(?<=\\[lg]e)q(?:slant)?", ""),  # \dfrac12\leq x -> \frac12\le x
@@ -880,10 +834,8 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (FRACTION, r" \3\1\2/\4\5 "),  # 5\frac{3}8x -> 5 3/8 x
     (r"(?:\*|\\cdot\b|\\times\b)(?! *[0-9*])", ""),  # 5\cdot\pi -> 5\pi
     (r"(?<![0-9]) +| +(?![0-9])|\.$", ""),  # x = 4 2. -> x=4 2
-    (r"^([^-+*/^=<>0-9\\,]+)=([^=]*),\1=", r"\1=\2,"),  # x=1,x=2 -> x=1,2
     (r"^[^-+*/^=<>!0-9\\][^-+*/^=<>!\\]*(?:=|\\in\b)(?!.*=)", ""),  # f(3)=8 -> 8
     (r"^[0-9.]+[-+*/][-+*/0-9.]*=(?!.*=)", ""),  # 3+5=8 -> 8
-    (r"(?<![^,])([^,]*)\\pm([^,]*)", r"\1+\2,\1-\2"),  # 1\pm2 -> 1+2,1-2
 ]
 THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 1234
 GROUP = re.compile(r"([(\[{])([^][(){}]*)([)\]}])")  # 2(x+(y)) -> (y)
@@ -936,9 +888,9 @@ def forms(text):
     return {(i, canonical(each)) for i, each in enumerate(readings) if re.search(r"\w", each)}
 
 def math_reward(completion, answer):
-    """1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0.
+    r"""1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0.
     Not read: algebra ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding
-    (0.33 is not 1/3), case (Odd is not odd), which name a value has (x=5 is y=5)."""
+    (0.33 is not 1/3), matrices, 1\pm2, case (Odd is not odd), which name a value has (x=5 is y=5)."""
     given = extract_answer(completion)
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))

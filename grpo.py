@@ -2,7 +2,7 @@
 
 pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J (equations are numbered in the order in which the code computes them)
+maximise J (equations have the same numbers in all three scripts)
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                      (2)
@@ -105,7 +105,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizer, rollout, args):
     """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
-    totals = common.Totals()
+    logged, began = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
@@ -113,9 +113,9 @@ def update(policy, optimizer, rollout, args):
                 logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
                 (loss / rows).backward()
-                totals.add(stats | common.padding(b))
-            totals.add(optimizer.step())
-    return totals.means()
+                logged.append(stats | common.padding(b))
+            logged.append(optimizer.step())
+    return common.means(logged, began)
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
@@ -135,7 +135,7 @@ def main(args):
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, optimizers["policy"], rollout, args)       # pi_old was pi
+        stats |= update(policy, optimizers["policy"], rollout, args)       # pi leaves pi_old
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)

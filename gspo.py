@@ -2,7 +2,7 @@
 
 pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J (equations are numbered in the order in which the code computes them)
+maximise J (equations have the same numbers in all three scripts)
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
     s_i   = (pi(o_i | q) / pi_old(o_i | q))^(1/|o_i|) = exp(mean_t log w_it)                   (2)
@@ -77,15 +77,15 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    mean = log_ratio.sum(1, keepdim=True) / lengths  # not the sum, which grows with the length
-    ratio = mean.clamp(max=20).exp()  # e^20 is still finite               # (N, 1)            (2)
+    mean_log_ratio = log_ratio.sum(1, keepdim=True) / lengths  # not the sum, which grows with the length
+    ratio = mean_log_ratio.clamp(max=20).exp()  # e^20 is still finite     # (N, 1)            (2)
     if args.token_level:
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
     # takes the term without a clip, so that a step that went too far can be taken back.
-    objective = torch.min(ratio * adv, clipped * adv)                      # (N, T)            (3)
+    objective = torch.min(ratio * adv, clipped * adv)                      # (N, 1 or T)       (3)
     if args.beta > 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl = log_x.exp() - log_x - 1                                       # (N, T)            (4)
@@ -118,7 +118,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizer, rollout, args):
     """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
-    totals = common.Totals()
+    logged, began = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
@@ -126,9 +126,9 @@ def update(policy, optimizer, rollout, args):
                 logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
                 (loss / rows).backward()
-                totals.add(stats | common.padding(b))
-            totals.add(optimizer.step())
-    return totals.means()
+                logged.append(stats | common.padding(b))
+            logged.append(optimizer.step())
+    return common.means(logged, began)
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
@@ -148,7 +148,7 @@ def main(args):
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, optimizers["policy"], rollout, args)       # pi_old was pi
+        stats |= update(policy, optimizers["policy"], rollout, args)       # pi leaves pi_old
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)

@@ -2,7 +2,7 @@
 
 pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J (equations are numbered in the order in which the code computes them)
+maximise J (equations have the same numbers in all three scripts)
 
     A_it  = sum_l (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
             delta_it = r_it + gamma V_{i,t+1} - V_it,  V after the last token = 0              (1)
@@ -127,18 +127,18 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
     stats = common.rollout_stats(rollout, args.group_size)
-    # How much V foresees of the rewards to come, which are GAE's returns at V = 0 and lambda = 1.
-    _, to_come = gae(rewards, torch.zeros_like(mask), mask, args.gamma, 1.0)
-    to_come, values = to_come[mask > 0], rollout["values"][mask > 0]       # (M,) both
-    if to_come.var() > 1e-8:  # more than rounding
-        stats["explained_variance"] = (1 - (to_come - values).var() / to_come.var()).item()
+    # How much V foresees of the rewards to go, which are GAE's returns at V = 0 and lambda = 1.
+    _, reward_to_go = gae(rewards, torch.zeros_like(mask), mask, args.gamma, 1.0)
+    reward_to_go, values = reward_to_go[mask > 0], rollout["values"][mask > 0]  # (M,) both
+    if reward_to_go.var() > 1e-8:  # more than rounding
+        stats["explained_variance"] = (1 - (reward_to_go - values).var() / reward_to_go.var()).item()
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
     """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
-    totals = common.Totals()
+    logged, began = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
@@ -149,9 +149,9 @@ def update(policy, value, optimizers, rollout, args):
                 values = common.token_values(value, b)                     # (n, t) with gradient
                 error, value_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
                 (args.vf_coef * error / rows).backward()
-                totals.add(stats | value_stats | common.padding(b))
-            totals.add(optimizers["policy"].step() | optimizers["value"].step("value_"))
-    return totals.means()
+                logged.append(stats | value_stats | common.padding(b))
+            logged.append(optimizers["policy"].step() | optimizers["value"].step("value_"))
+    return common.means(logged, began)
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
@@ -171,7 +171,7 @@ def main(args):
         began = time.perf_counter()
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, value, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, value, optimizers, rollout, args)          # pi_old was pi
+        stats |= update(policy, value, optimizers, rollout, args)          # pi leaves pi_old
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)

@@ -84,13 +84,11 @@ def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
 
 def test_statistics_are_weighted_by_their_counts():
     """Pairs (sum, count) become the mean of all, lone tensors the maximum; no padding is in the speed."""
-    totals, (zero, three, nine) = common.Totals(), torch.tensor([0.0, 3, 9])
-    totals.add({"a": (three, three), "m": three, "padding": (3, 10)})
-    totals.add({"m": nine})
-    totals.add({"a": (zero, nine), "m": zero, "late": (1, 2), "padding": (1, 30)})
-    totals.began = time.perf_counter() - 4
+    zero, three, nine = torch.tensor([0.0, 3, 9])
+    logged = [{"a": (three, three), "m": three, "padding": (3, 10)}, {"m": nine},
+              {"a": (zero, nine), "m": zero, "late": (1, 2), "padding": (1, 30)}]
     speed = pytest.approx((7 + 29) / 4, rel=0.01)
-    assert totals.means() == {"a": 0.25, "m": 9, "late": 0.5, "padding": 0.1, "update_tokens_per_s": speed}
+    assert common.means(logged, time.perf_counter() - 4) == {"a": 0.25, "m": 9, "late": 0.5, "padding": 0.1, "update_tokens_per_s": speed}
 
 
 def test_rollout_statistics_leave_padding_out():

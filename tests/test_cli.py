@@ -49,8 +49,6 @@ def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
                 script.parse_args([f"--{flag}={value}"])
     with refused(capsys, "--minibatches", "--prompts"):
         script.parse_args("--prompts 2 --minibatches 3".split())
-    with refused(capsys, "--ref_every"):
-        script.parse_args("--beta 0 --ref_every 2".split())
     script.parse_args("--warmup_steps 0 --beta 0 --eps_low 1 --eps_high 5 --lr 1e-9".split())
     assert not Path("runs").exists()
 
@@ -86,7 +84,7 @@ BROKEN = {  # what is wrong: (how to break a model directory, words of the messa
     "an unknown kind": (lambda path: edit(path / "config.json", model_type="nonesuch"), "nonesuch"),
     "half a tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer"),
     "no tokenizer": (lambda path: [file.unlink() for file in path.glob("tokenizer*")], "tokenizer"),
-    "no end of sequence": (no_end, "end a sequence"),
+    "no end of sequence": (no_end, "end tokens []"),
     "another tokenizer": (lambda path: char_tokenizer().save_pretrained(save_tiny(path, vocab_size=80)),
                           "tokenizer 102 80")}
 
@@ -199,7 +197,7 @@ def test_every_flag_of_the_objective_changes_what_is_learned(script, spread, mon
     base += "--eps_low .1 --eps_high .1 " + ("--no-whiten" if script is ppo else "--kl k3")
     shared = ["--temperature 0.5", "--eps_low 0.001", "--eps_high 0.001", "--max_grad_norm 1e-3", "--beta 1"]
     learned = {}
-    for flags in ["", "--cuda_graphs --device auto --dtype auto", *shared, *CHANGES[script]]:
+    for flags in ["", "--cuda_graphs --device cpu --dtype float32", *shared, *CHANGES[script]]:
         train(script, f"{base} {flags}")
         learned[flags] = [load_file(path) for path in sorted(newest().rglob("*.safetensors"))]
         shutil.rmtree("run")
@@ -339,7 +337,7 @@ def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, sp
     assert max(map(len, said.splitlines())) <= 99
     assert "\x1b" not in said and r"\x1b[31m" in said and r"\xe9" in said
     words = " ".join(said.split())
-    for value in ("--lr 0.01", "--group_size 2", "--temperature 1.0", "--dtype float32", "M parameters"):
+    for value in ("--lr=0.01", "--group_size=2", "--temperature=1.0", "--dtype=float32", "M parameters"):
         assert value in words, "the values in force are printed"
     assert len(re.findall(r"^step [12]/2 +reward", said, re.M)) == 2 and "held out, after 2 steps" in said
     assert f"(reward {calls[0].result[0]['rewards'][0].item():g})" in said

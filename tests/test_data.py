@@ -92,7 +92,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
     "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
     "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl --eval_split"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 rows"),
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
 
@@ -138,7 +138,7 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
 def test_the_problems_evaluated_are_the_same_in_every_run_and_the_numbers_are_printed(capsys):
     few = [questions(load(f"--eval_problems 4 --seed {seed}")[1]) for seed in (0, 1)]
     assert few[0] == few[1] and len(set(few[0])) == 4
-    assert re.search(r"^\d+ problems to train on.*^4 problems held out", capsys.readouterr().out, re.M | re.S)
+    assert re.search(r"^\d+ problems to train on.*^4 problems to hold out", capsys.readouterr().out, re.M | re.S)
 
 
 def splits_of(train_rows, held_out=()):

@@ -26,9 +26,9 @@ EQUAL = pairs(r"""
 8 ~ f(3) = 8 | 8 ~ 3+5 = 8 | (a,b)=(1,2) ~ (1, 2) | [0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 |
 5\sqrt{7} ~ 5*sqrt(7) | \frac{5\sqrt{7}}{2} ~ 5√7/2 | 5\pi ~ 5 π | \frac{\pi}{5} ~ 0.2\pi | (x+2)(x-1) ~ (2+x)(-1+x) |
 n(n+2) ~ n(2+n) | (1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
-x \le 4 ~ x ≤ 4 | 1,2,3 ~ 3, 1 \text{ and } 2 | 5, -5 ~ \pm 5 | 1+\sqrt2, 1-\sqrt2 ~ 1 ± √2 | 100,200 ~ 200, 100 |
-312_5 ~ 312_{5} | \begin{pmatrix} 1 \\ 2 \end{pmatrix} ~ \begin{bmatrix}1\\2\end{bmatrix} | \text{(D)} ~ D |
-\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | x=1, x=2 ~ 1 \text{ or } 2 | y=2 ~ x=2
+x \le 4 ~ x ≤ 4 | 1,2,3 ~ 3, 1 \text{ and } 2 | 100,200 ~ 200, 100 |
+312_5 ~ 312_{5} | \text{(D)} ~ D |
+\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 12500 ~ 12 |

@@ -76,8 +76,8 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("hidden[row, position - 1]", "hidden[row, position]", "logprobs: log_softmax and qwen2"),
     ("else logits.div_(temperature)", "else logits", "logprobs: log_softmax and qwen2"),
     ("grad = grad / ctx.temperature", "grad = grad / 1", "logprobs: log_softmax and qwen2"),
-    ("hidden.float() @ weight.float().T", "(hidden @ weight.T).float()", "logprobs: chunks"),
-    ("else 256  #", "else 10**9  #", "logprobs: memory"),
+    ("hidden.to(precise) @ weight.to(precise).T", "(hidden @ weight.T).to(precise)", "logprobs: chunks"),
+    ("else 256\n", "else 10**9\n", "logprobs: memory"),
     ("setattr(module, name, 0.0)", "pass", "logprobs: ratio_is_one and qwen2"),  # dropout
     ("minibatches(rollout, args.minibatches,", "minibatches(rollout, 1,", "every_script: equal_before"),
     # batches, statistics, optimiser
@@ -85,10 +85,10 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("        begin = end", "        begin = max(begin + 1, end - 1)", "batching: within_the_budget"),
     ("groups.tensor_split(count)", "groups.flatten().tensor_split(count)", "batching: keep_groups"),
     ('result[b["row"], :b', 'result[b["row"].sort()[0], :b', "batching: put_back"),
-    ("in zip(*kept)", "in zip(kept[-1])", "batching: weighted"),
+    ("in zip(*values)", "in zip(values[-1])", "batching: weighted"),
     ("/ mask.sum(),  # its", "/ mask.numel(),  # its", "batching: leave_padding_out"),
     ('1 - rollout["finished"]', 'rollout["finished"]', "batching: leave_padding_out"),
-    ('f"{args.seed} {passes}"', 'f"{args.seed}"', "batching: every_problem_once"),
+    ('f"{args.seed} {k}"', 'f"{args.seed}"', "batching: every_problem_once"),
     ("self.device, torch.float32)", "self.device)", "batching: learning_rate_of"),
     ("weight.grad_dtype = torch.float32", "pass", "batching: summed_in_float32"),
     ("        if finite:", "        if True:", "batching: non_finite"),
@@ -102,7 +102,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("lengths[:, None])", "(lengths - (~self.running).long())[:, None])", "sampling: first_stop"),  # no EOS
     ("(column < ends[:, None])", "(self.ids[:, :len(column)] > 1)", "sampling: first_stop"),  # ids as padding
     ("+= running.long()", "+= 1", "sampling: first_stop"),  # tokens after EOS
-    ("for i in [*listed, tokenizer.eos_token_id]", "for i in listed", "sampling: that_stop"),
+    ("{tokenizer.eos_token_id, *(", "{*(", "sampling: that_stop"),
     ("position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling: greedy and gpt2"),
     ("behind >= (", "behind > (", "sampling: greedy and mistral"),  # a window one too wide
     ("= new.transpose(1, 2)", "= new.transpose(1, 2) * 0.9", "sampling: greedy and llama"),  # the scale
@@ -113,7 +113,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
      "sampling: replayed"),
     ("self.running[self.kept] =", "self.running = ~~self.running; self.running[self.kept] =",
      "sampling: replayed"),
-    ("rows.width_step\n            step = None", "rows.width_step", "sampling: replayed"),
+    ("recorded == (len(rows.kept), rows.width)", "recorded and recorded[0] == len(rows.kept)", "sampling: replayed"),
     (" if math.isfinite(value)}", "}", "cli: not_finite_is and grpo"),
     ("(args.eval_samples, args.temperature)", "(args.eval_samples, 1.0)", "sampling: counts_every_problem"),
     ("torch.manual_seed(args.seed)  #", "#", "sampling: same_numbers"),
@@ -125,7 +125,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("random.Random(str(row.get(args.question_column)))", "random.Random(str(row))", "data: lone_file"),
     ("[problem for problem in problems for _ in range(len(texts) // len(problems))]",
      "problems * (len(texts) // len(problems))", "data: beside_its"),
-    ("if not math.isfinite(value):", "if False:", "data: no_numbers and grpo"),
+    ("if not math.isfinite(r)]", "if False]", "data: no_numbers and grpo"),
     ("<= args.max_prompt_tokens and (", "< args.max_prompt_tokens and (", "data: left_out"),
     ("add_special_tokens=False", "add_special_tokens=True", "data: templates_own"),
     ('problem["question"] + "\\n" + text)', "text)", "data: reward_models_scores"),
@@ -138,8 +138,9 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
     ("and p.is_dir()", "", "resume: users"),
     ("exist_ok=args.resume", "exist_ok=True", "resume: same_instant"),
-    ('path.with_suffix(".tmp").write_text(text)',
-     '[each.write_text(text) for each in (path, path.with_suffix(".tmp"))]', "resume: newest"),
+    ('Path(args.out, "args.tmp").write_text(', 'Path(args.out, "args.json").write_text("{}")\n'
+     '        Path(args.out, "args.tmp").write_text(', "resume: newest"),
+    ('(checkpoints(args)[-1] / "metrics.jsonl").read_bytes()', "self.path.read_bytes()", "resume: damaged_or_lost"),
     ("range(self.start + 1, self", "range(max(1, self.start), self", "resume: bit_equal_to and grpo"),
     ("weight.data.copy_(self.masters[name])", "pass", "resume: bit_equal_to and grpo"),
     ('models["reference"].load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),

@@ -134,8 +134,8 @@ def test_a_kill_inside_a_save_loses_nothing(script, module, name, calls, spread,
 
 
 def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_harm(spread, monkeypatch):
-    """step-9 beside step-10, a half-made checkpoint, rows of steps not saved, half a last row. metrics.jsonl
-    and args.json hold all they held until they are replaced."""
+    """step-9 beside step-10, a half-made checkpoint, rows of steps not saved, half a last row. args.json holds
+    all it held until it is replaced."""
     train(grpo, f"{STEADY} --steps 12", out="whole")
     train(grpo, f"{STEADY} --steps 9", out="part")
     shutil.copytree("part/step-9", "old")
@@ -154,7 +154,7 @@ def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_har
         return real(source, target, **settings)
     monkeypatch.setattr(os, "replace", watched)
     resume(grpo, "part", "--steps 12")
-    assert {"args.json", "metrics.jsonl"} <= {*replaced}
+    assert "args.json" in replaced
     same_runs("whole", "part")
 
 
@@ -275,14 +275,14 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(scri
 
 
 
-def test_damaged_metrics_cost_their_damaged_lines_and_no_more(spread):
+def test_damaged_or_lost_metrics_come_back_from_the_checkpoint(spread):
     train(grpo, f"{STEADY} --steps 5")
-    lines = Path("run/metrics.jsonl").read_bytes().splitlines()
-    lines[1:5] = [lines[1][:20], b"\xff\xfe\x00", b"3", b'{"stap": 4}']
-    Path("run/metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    assert [row["step"] for row in resume(grpo, "run", "--steps 6")] == [0, 5, 6]
+    before = Path("run/metrics.jsonl").read_bytes()
+    Path("run/metrics.jsonl").write_bytes(before[:200] + b"\xff\xfe\x00" + before[300:])
+    assert [row["step"] for row in resume(grpo, "run", "--steps 6")] == [0, 1, 2, 3, 4, 5, 6]
+    assert Path("run/metrics.jsonl").read_bytes().startswith(before)
     Path("run/metrics.jsonl").unlink()
-    assert [row["step"] for row in resume(grpo, "run", "--steps 7")] == [7]
+    assert [row["step"] for row in resume(grpo, "run", "--steps 7")] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_another_script_model_data_set_or_reward_is_refused_and_harms_nothing(spread, capsys):
