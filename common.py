@@ -26,7 +26,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 TOY = str(Path(__file__).resolve().parent / "tests" / "toy")  # default model and problems
@@ -392,16 +391,19 @@ def settle(args, policy, trained_models=1):
     check_model(policy, args)
 
 def load(kind, flag, source, **settings):
-    """kind.from_pretrained(source); what cannot be loaded is one line."""
+    """`source` by the transformers class `kind`; what cannot be loaded is one line."""
+    import transformers  # takes a second: not before the flags are known to be good
+    transformers.logging.set_verbosity_error()  # its notes are on other training loops than ours
+    transformers.logging.disable_progress_bar()
     try:
-        return kind.from_pretrained(source, **settings)
+        return getattr(transformers, kind).from_pretrained(source, **settings)
     except Exception as error:  # libraries raise whatever their readers and the network raise
         fail(f"{flag} {source}: cannot be loaded: {error}")
 
 def load_policy(args):
     """The policy, ready to train, and its tokenizer."""
-    policy = load_model(transformers.AutoModelForCausalLM, "--model", args.model, args)
-    tokenizer = load(transformers.AutoTokenizer, "--model", args.model)
+    policy = load_model("AutoModelForCausalLM", "--model", args.model, args)
+    tokenizer = load("AutoTokenizer", "--model", args.model)
     rows, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
     if not 2 < len(tokenizer) <= rows or not ends:
         fail(f"--model {args.model}: incomplete: its tokenizer has {len(tokenizer)} of {rows} tokens, end tokens {ends}")
@@ -462,8 +464,8 @@ def load_reward(args):
     if not args.reward_model:
         return answer_reward
     flag, source = "--reward_model", args.reward_model
-    judge = load_model(transformers.AutoModelForSequenceClassification, flag, source, args).eval()
-    tokenizer = load(transformers.AutoTokenizer, flag, source)
+    judge = load_model("AutoModelForSequenceClassification", flag, source, args).eval()
+    tokenizer = load("AutoTokenizer", flag, source)
     if judge.config.num_labels != 1 or len(tokenizer) < 3:
         fail(f"{flag} {source}: has {judge.config.num_labels} labels, not one, or no tokenizer")
 
@@ -670,8 +672,6 @@ def parse(parser, argv):
 # ---- The run: its directory, checkpoints and log ----
 def launch(main, args):
     """Run a script's main in --out. What a user can mend ends in one line, anything else in its traceback."""
-    transformers.logging.set_verbosity_error()  # its notes are on other training loops than ours
-    transformers.logging.disable_progress_bar()
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every new shape, and each batch has one
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
