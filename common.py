@@ -398,7 +398,7 @@ def load(kind, flag, source, **settings):
     try:
         return getattr(transformers, kind).from_pretrained(source, **settings)
     except Exception as error:  # libraries raise whatever their readers and the network raise
-        fail(f"{flag} {source}: cannot be loaded: {error}")
+        fail(f"{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded: {error}")
 
 def load_policy(args):
     """The policy, ready to train, and its tokenizer."""
