@@ -1,5 +1,5 @@
-"""What PPO, GRPO and GSPO share and what is not the algorithm, in this order: log-probabilities,
-batching, optimiser, sampling, models, problems, command line, run, reward.
+"""All that is not the algorithm: log-probabilities, batching, optimiser, sampling, models, problems,
+command line, run, reward.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
 completion), T completion positions, M tokens, V vocabulary, H width of the hidden states.
@@ -109,7 +109,7 @@ def micro_batches(batch, tokens):
     lengths, begin = lengths.tolist(), 0
     while begin < len(lengths):
         longest, end = lengths[begin], begin + 1
-        while lengths[end:] and lengths[end] >= 0.85 * longest - 8 and (end + 1 - begin) * longest <= tokens:
+        while end < len(lengths) and lengths[end] >= 0.85 * longest - 8 and (end + 1 - begin) * longest <= tokens:
             end += 1
         part, T = select(batch, order[begin:end]), max(completions[begin:end])
         for name, value in part.items():
@@ -137,9 +137,8 @@ def padding(batch):
 
 def means(logged, began):
     """What an update logs: means of its statistics (sum, count), maxima of the others, and its speed."""
-    kept = {}
-    for name, value in (item for stats in logged for item in stats.items()):
-        kept.setdefault(name, []).append(value)
+    names = dict.fromkeys(name for stats in logged for name in stats)
+    kept = {name: [stats[name] for stats in logged if name in stats] for name in names}
     maxima = {name: float(max(values)) for name, values in kept.items() if torch.is_tensor(values[0])}
     sums = {name: [float(sum(x)) for x in zip(*values)] for name, values in kept.items() if name not in maxima}
     padded, positions = sums["padding"]
@@ -212,12 +211,13 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
                 break
             rows.drop_finished()
         rows.width = math.ceil((rows.S + t) / rows.width_step) * rows.width_step
-        if recorded == (len(rows.kept), rows.width):  # a graph is for tensors of one shape
-            step()
+        shape = len(rows.kept), rows.width
+        if shape == recorded:  # a graph is for tensors of one shape
+            replay()
         else:
             rows.next_token()  # libraries set themselves up in it, which no graph may hold
-            step = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
-            recorded = len(rows.kept), rows.width
+            replay = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
+            recorded = shape
     model.train(was_training)
     return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
 
@@ -267,16 +267,16 @@ class Rows:
         return self.read(self.ids[self.kept, position][:, None], position[:, None], 0)
 
     def read(self, ids, positions, last):
-        """Read new ids (n, S) at `positions` (n, S); logits of the token after column `last` of each row, (n, V)."""
+        """Read new ids (n, s) at `positions` (n, s); logits of the token after column `last` of each row, (n, V)."""
         row = torch.arange(len(ids), device=ids.device)  # (n,)
         self.place = row[:, None], positions
         masks = attention_masks(self.model, positions, self.width)
         hidden = self.model.base_model(input_ids=ids, attention_mask=masks, position_ids=positions,
-                                       past_key_values=self, use_cache=True).last_hidden_state  # (n, S, H)
+                                       past_key_values=self, use_cache=True).last_hidden_state  # (n, s, H)
         return head_logits(hidden[row, last], self.model.get_output_embeddings().weight)
 
     def update(self, keys, values, layer, *_):
-        """Called by each attention layer: keep its keys and values (n, heads, S, D), return all to attend to."""
+        """Called by each attention layer: keep its keys and values (n, heads, s, D), return all to attend to."""
         if layer == len(self.layers):
             self.layers.append([x.new_zeros(len(x), self.ids.shape[1], x.shape[1], x.shape[3]) for x in (keys, values)])
         for cached, new in zip(self.layers[layer], (keys, values)):
@@ -317,13 +317,13 @@ class Rows:
                 "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def attention_masks(model, positions, width):
-    """For attention scores of tokens at `positions` (n, S): 0, or -inf where they must not look, (n, 1, S, width);
+    """For attention scores of tokens at `positions` (n, s): 0, or -inf where they must not look, (n, 1, s, width);
     a dict of two if some layers see all and others a window."""
     config = model.config.get_text_config()
-    behind = positions[:, None, :, None] - torch.arange(width, device=positions.device)
-    full = torch.zeros_like(behind, dtype=model.dtype).masked_fill_(behind < 0, -math.inf)
-    windowed = full.masked_fill(behind >= (getattr(config, "sliding_window", None) or width), -math.inf)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    at, column = positions[:, None, :, None], torch.arange(width, device=positions.device)
+    full = torch.zeros_like(column > at, dtype=model.dtype).masked_fill_(column > at, -math.inf)
+    windowed = full.masked_fill(column <= at - (getattr(config, "sliding_window", None) or width), -math.inf)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # if the model has a window
     masks = {"full_attention": full, "sliding_attention": windowed}
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
@@ -381,11 +381,11 @@ def settle(args, policy, trained_models=1):
     per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter in bfloat16, gradients included
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
-        fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory; less: --offload_optimizer, --beta 0")
+        fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory: try --offload_optimizer, --beta 0")
     copies = 1 if args.resume or args.save_every >= args.steps else 2  # the new checkpoint beside the old one
     saved = copies * size * 14 * trained_models
     if saved > shutil.disk_usage(args.out).free:
-        fail(f"--out {args.out}: needs {saved / 1e9:.0f} GB of disk, or half with --save_every {args.steps}")
+        fail(f"--out {args.out}: needs {saved / 1e9:.0f} GB of disk for {copies} checkpoint(s), see --save_every")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
     print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
     check_model(policy, args)
@@ -410,10 +410,10 @@ def load_policy(args):
     return policy, tokenizer
 
 def load_value(policy):
-    """PPO's value model: a copy of the policy with a scalar head, which starts at 0."""
+    """PPO's value model: a copy of the policy with a scalar head, in float32, which starts at 0."""
     model, weight = copy.deepcopy(policy.base_model), policy.get_output_embeddings().weight
-    model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # float32: values near 1 in bfloat16
-    torch.nn.init.zeros_(model.score.weight)                                 # would have steps of 0.004
+    model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # near 1 bfloat16 has steps of .004
+    torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     return model
 
@@ -508,8 +508,8 @@ def load_problems(args, tokenizer):
     for flag, rows in [("split", train), ("eval_split", held_out)]:
         if rows is None:
             fail(f"--{flag} {getattr(args, flag)}: --dataset {args.dataset} has only {', '.join(splits)}")
-    held_out = random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
-    return prepare(train, tokenizer, args, "train on"), prepare(held_out, tokenizer, args, "hold out")
+    train, held_out = prepare(train, tokenizer, args, "train on"), prepare(held_out, tokenizer, args, "hold out")
+    return train, random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
 
 def read_splits(source):
     """What the datasets library reads from a file, a directory or the hub: {split: list of rows}."""
@@ -525,7 +525,7 @@ def read_splits(source):
         else:
             source = str(Path(source).resolve()) if Path(source).is_dir() else source  # "csv" would be a reader
             configs = datasets.get_dataset_config_names(source)
-            splits = datasets.load_dataset(source, "main" if "main" in configs else configs[0])
+            splits = datasets.load_dataset(source, "main" if "main" in configs else None)
         return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:  # that library raises whatever its readers and the network raise
         fail(f"--dataset {source}: cannot be read: {error.__cause__ or error!r}")
@@ -543,7 +543,7 @@ def prepare(rows, tokenizer, args, purpose):
         if question and len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     if not problems:
-        fail(f"--dataset {args.dataset}: of {len(rows)} rows to {purpose} none is readable and fits --max_prompt_tokens")
+        fail(f"--dataset {args.dataset}: of {len(rows)} rows to {purpose} none has an answer and at most --max_prompt_tokens")
     left_out = len(rows) - len(problems)
     print(f"{len(problems)} problems to {purpose}; {left_out} with long prompts or unreadable answers left out")
     return problems
@@ -627,7 +627,7 @@ def add_args(parser):
     add("--max_grad_norm", type=float, default=1.0, help="larger gradients are scaled down to this")
     add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
         help="compute activations twice: a third more work for far less memory")
-    add("--offload_optimizer", action="store_true", help="masters and moments in host memory")
+    add("--offload_optimizer", action=switch, default=False, help="masters and moments in host memory")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu",
         help="where to train: a GPU if there is one")
     add("--dtype", choices=["float32", "bfloat16"],
@@ -641,7 +641,7 @@ def add_args(parser):
     add("--eval_problems", type=int, default={"toy": 2560, "real": 512}, help="problems per evaluation")
     add("--eval_samples", type=int, default=1, help="samples per problem; 2 or more give pass@k")
     add("--save_every", type=int, default={"toy": 10, "real": 20}, help="steps between checkpoints")
-    add("--tensorboard", action="store_true", help="log to TensorBoard too (needs that package)")
+    add("--tensorboard", action=switch, default=False, help="log to TensorBoard too (needs that package)")
 
 def parse(parser, argv):
     """Parse `argv`, check it, settle --device and --dtype. A run to resume brings its own flags."""
@@ -651,14 +651,14 @@ def parse(parser, argv):
             saved = json.loads(Path(args.out, "args.json").read_text())
         except (OSError, ValueError, TypeError):  # TypeError: no --out
             fail(f"--resume: there is no run in --out {args.out}; remove it to start anew")
-        parser.set_defaults(**saved | {"resume": True})
+        parser.set_defaults(**saved)
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
         for name in ("script", "model", "dataset", "reward_model"):
             if getattr(args, name) != saved[name]:
                 fail(f"--resume: the run in {args.out} has {name} {saved[name]}: start a new one")
     for name, value in vars(args).items():
-        if least := {int: 1, float: 1e-9}.get(type(value)):
-            low = 0 if name in "beta gamma lam vf_coef warmup_steps seed".split() else least
+        if type(value) in (int, float):
+            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else {int: 1, float: 1e-9}[type(value)]
             high = 1 if name in "gamma lam eps_low".split() else 10**9
             if not low <= value <= high:
                 fail(f"--{name} {value}: must be between {low} and {high}")
@@ -669,16 +669,16 @@ def parse(parser, argv):
     args.dtype = args.dtype or {"cpu": "float32", "cuda": "bfloat16"}[args.device]
     return args
 
-# ---- The run: its directory, checkpoints and log ----
+# ---- Run ----
 def launch(main, args):
     """Run a script's main in --out. What a user can mend ends in one line, anything else in its traceback."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every new shape, and each batch has one
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
-    try:  # who makes the directory has it
+    try:  # of two runs the one that makes the directory has it
         Path(args.out).mkdir(parents=True, exist_ok=args.resume)
     except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}; to continue the run in it, add --resume")
+        fail(f"--out {args.out}: {error.strerror} (a run is continued with --resume)")
     try:
         main(args)
     except KeyboardInterrupt:
@@ -721,15 +721,15 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """With --resume, load the newest checkpoint. Returns its step, else 0."""
-    if not args.resume or not checkpoints(args):
+    """Load the newest checkpoint, if there is one in --out. Returns its step, else 0."""
+    if not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]
     try:
         states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(states[name])
-        if "reference" in states:
+        if "reference" in states and args.beta > 0:
             models["reference"].load_state_dict(states["reference"])
     except Exception as error:  # whatever is wrong with the file
         fail(f"--resume: {newest}/optimizer.pt cannot be used: {error!r}")
@@ -742,11 +742,11 @@ class Logger:
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_completion_length": "length {:.1f}"}
     def __init__(self, args, start):
-        self.args, self.start, self.interrupted, self.began = args, start, False, time.perf_counter()
+        self.args, self.start, self.interrupted = args, start, False
         self.path = Path(args.out, "metrics.jsonl")  # resumed: as it was at the checkpoint
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(args.out)
+            self.board = SummaryWriter(args.out, purge_step=start + 1)
         self.path.write_bytes((checkpoints(args)[-1] / "metrics.jsonl").read_bytes() if start else b"")
         self.history = [json.loads(line) for line in self.path.open()]
         Path(args.out, "args.tmp").write_text(json.dumps(vars(args), indent=1))
@@ -780,14 +780,15 @@ class Logger:
     def log(self, step, stats, question=None, rollout=None):
         """Log a step's statistics; show the first completion of the rollout now and then."""
         if self.args.device != "cpu":
-            stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
         stats = {"step": step} | {name: value for name, value in stats.items() if math.isfinite(value)}
         self.history.append(stats)
         with self.path.open("a") as file:
             file.write(json.dumps(stats) + "\n")
-        for name, value in stats.items() if self.args.tensorboard else ():
-            self.board.add_scalar(name, value, step)
+        if self.args.tensorboard:
+            for name, value in stats.items():
+                self.board.add_scalar(name, value, step)
         if shown := self.shown(self.SHOWN, stats):
             self.say(f"step {step}/{self.args.steps}  {shown}")
         if "eval_accuracy" in stats:
@@ -807,10 +808,9 @@ class Logger:
     def close(self):
         """Print the results and where they are; after Ctrl-C leave with status 130."""
         self.bar.close()
-        evaluated = [entry for entry in self.history if "eval_accuracy" in entry]
-        for entry in evaluated[:1] + evaluated[1:][-1:]:
-            print(f"held out, after {entry['step']:3} steps  {self.shown(self.HELD_OUT, entry)}")
-        print(f"time                       {time.perf_counter() - self.began:.0f} s")
+        for stats in self.history:
+            if "eval_accuracy" in stats:
+                print(f"held out, after {stats['step']:3} steps  {self.shown(self.HELD_OUT, stats)}")
         print(f"model and checkpoint       {checkpoints(self.args)[-1]}")
         print(f"metrics                    {self.path}")
         if self.interrupted:
@@ -818,7 +818,7 @@ class Logger:
             sys.exit(130)
 
 # ---- Reward: each answer is brought to one spelling, then to canonical forms; nothing is evaluated ----
-LONGEST = 600  # characters; a longer answer is not read, so that none costs more than milliseconds
+LONGEST = 600  # characters; a longer answer is not read, so that none takes long
 SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
@@ -888,9 +888,9 @@ def forms(text):
     return {(i, canonical(each)) for i, each in enumerate(readings) if re.search(r"\w", each)}
 
 def math_reward(completion, answer):
-    r"""1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0.
-    Not read: algebra ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding
-    (0.33 is not 1/3), matrices, 1\pm2, case (Odd is not odd), which name a value has (x=5 is y=5)."""
+    r"""1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0. Not read: algebra
+    ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding (0.33 is not 1/3), matrices, 1\pm2,
+    case (Odd is not odd), which name a value has (x=5 is y=5), units (5 mm is 5 cm)."""
     given = extract_answer(completion)
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))

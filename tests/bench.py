@@ -56,7 +56,6 @@ SIZES = {  # name -> sizes of Qwen2.5, and the work: P prompts of S tokens, G co
 STOP = 0  # the token that ends a completion
 TRL = importlib.util.find_spec("trl")
 
-
 class Bench:
     """The machine, the model, the work and the table."""
     def __init__(self, size, script_args):
@@ -122,7 +121,6 @@ class Bench:
         if peaks[0]:
             self.report(f"  peak memory of {name}", peaks[0], "GiB", None, peaks[1] / peaks[0])
 
-
 def rates(bench):
     """Bytes per second, read and written, and operations per second: the most in six runs."""
     a = torch.ones(2 ** (30 if bench.gpu else 25), device=bench.args.device)
@@ -133,7 +131,6 @@ def rates(bench):
     bench.bandwidth, bench.rate = 4 * 2 * a.nbytes / best[0], 4 * 2 * n ** 3 / best[1]
     bench.report("copy bandwidth", bench.bandwidth / 1e9, "GB/s")
     bench.report("matrix products", bench.rate / 1e12, "TFLOP/s")
-
 
 def plain_generate(model, tokenizer, prompts, group_size, max_new_tokens, temperature=1.0, cuda_graphs=True):
     """common.generate by transformers' generate, for prompts of one length."""
@@ -152,13 +149,11 @@ def plain_generate(model, tokenizer, prompts, group_size, max_new_tokens, temper
             "row": torch.arange(len(ids), device=ids.device),
             "texts": tokenizer.batch_decode(ids[:, S:], skip_special_tokens=True), "seconds": 1.0}
 
-
 def plain_micro_batches(batch, tokens):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
     rows = max(1, min(tokens, 8192) // batch["ids"].shape[1])
     for i in range(0, len(batch["ids"]), rows):
         yield common.select(batch, slice(i, i + rows))
-
 
 def plain_logprobs(model, batch, temperature):
     """log_softmax of whole logits, (N, L, V) in float32, and a gather."""
@@ -169,10 +164,8 @@ def plain_logprobs(model, batch, temperature):
     place = (start + torch.arange(batch["mask"].shape[1], device=logp.device)).clamp(max=logp.shape[1] - 1)
     return logp.gather(1, place) * batch["mask"]
 
-
 PLAIN = dict(generate=plain_generate, micro_batches=plain_micro_batches, token_logprobs=plain_logprobs)
 plainly = unittest.mock.patch.multiple(common, **PLAIN)  # decorator: with common's ways exchanged
-
 
 def rollout(bench):
     """Sampling against its floor and against transformers' generate."""
@@ -192,7 +185,6 @@ def rollout(bench):
         share = floor / took if p < 1e-3 else None
         bench.report(name, ours["mask"].sum().item() / took, "tokens/s", share, ratio, peaks)
 
-
 def update(bench):
     """Forward, backward and optimiser, against micro-batches as they come and whole logits."""
     P, G, _, T = bench.work.values()
@@ -207,7 +199,6 @@ def update(bench):
     ours, plain = (stat["padding"] for stat in stats)
     bench.report("padding", 100 * ours, "%", None, plain / ours)
 
-
 def step(bench, P=None):
     """What grpo.py does in a step."""
     def reward(problems, completions):
@@ -215,7 +206,6 @@ def step(bench, P=None):
     problems = [{"prompt": prompt} for prompt in bench.prompts[:P]]
     batch, _ = grpo.collect(bench.model, bench.reference, bench.tokenizer, problems, reward, bench.args)
     grpo.update(bench.model, bench.optimizer, batch, bench.args)
-
 
 def whole_step(bench):
     """Ragged rows, against a step with everything plain, a step of half the prompts, and TRL."""
@@ -228,7 +218,6 @@ def whole_step(bench):
     if TRL:
         took, ratio, length = trl_steps(bench)
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
-
 
 def trl_steps(bench):
     """A rollout and its optimiser steps in TRL's GRPOTrainer with the same model, prompts, group, limit,
@@ -266,7 +255,6 @@ def trl_steps(bench):
     took, ratios = zip(*((ours, theirs / ours) for ours, theirs in runs[1:]))
     return statistics.median(took), statistics.median(ratios), statistics.mean(lengths)
 
-
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -284,7 +272,6 @@ def main(argv=None):
             print(f"{part.__name__}: {error}")
     print(f"{time.perf_counter() - began:.0f} s")
     return bench.table
-
 
 if __name__ == "__main__":
     main()

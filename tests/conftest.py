@@ -20,17 +20,14 @@ import pytest, tokenizers, torch, transformers  # noqa: E401, E402
 
 import common  # noqa: E402
 
-
 def pytest_configure(config):
     torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
     config.addinivalue_line("markers", "upkeep: slow, or holds the scripts together; run with -m upkeep")
     config.option.markexpr = config.option.markexpr or "not upkeep"
 
-
 @pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
 def family(request):
     return request.param
-
 
 def settings(script, **changes):
     """The script's own defaults, sized as for the toy, but for `changes`."""
@@ -40,10 +37,8 @@ def settings(script, **changes):
         setattr(args, name, value["toy"] if isinstance(value, dict) else value)
     return args
 
-
 def tensor64(numbers):
     return torch.tensor(numbers, dtype=torch.float64)
-
 
 def slopes(function, x, h=1e-6):
     """Gradient of a scalar function of the float64 tensor x by central differences."""
@@ -53,11 +48,9 @@ def slopes(function, x, h=1e-6):
         grad.view(-1)[i] = float(function(x + step) - function(x - step)) / (2 * h)
     return grad
 
-
 def flat_gradient(model):
     """The gradients of a model's weights in one vector, 0 where a weight has none."""
     return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
-
 
 class Recorder:
     """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
@@ -68,7 +61,6 @@ class Recorder:
         self.gradients.append(flat_gradient(self.model))
         self.model.zero_grad()
         return {}
-
 
 def spy(monkeypatch, module, name):
     """Record every call of module.name from now on: its arguments by name, and its result."""
@@ -81,7 +73,6 @@ def spy(monkeypatch, module, name):
     monkeypatch.setattr(module, name, wrapper)
     return calls
 
-
 def tiny_config(family, vocab_size=64, **settings):
     """A config of `family` (qwen2, qwen3, llama, gpt2 ...) with a few thousand parameters."""
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -92,7 +83,6 @@ def tiny_config(family, vocab_size=64, **settings):
     sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None} | settings
     return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes)
 
-
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
     """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
     torch.manual_seed(seed)
@@ -100,7 +90,6 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
     for p in model.parameters():
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
-
 
 def word_tokenizer(words, eos, unk, pad=None, bos=None):
     """Token i reads words[i]; texts join without a space and are read a character at a time."""
@@ -111,11 +100,9 @@ def word_tokenizer(words, eos, unk, pad=None, bos=None):
     special = {"eos_token": eos, "unk_token": unk, "pad_token": pad, "bos_token": bos}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tok, **special)
 
-
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None):
     """Token i reads "t<i>": no text comes back as the ids it was decoded from."""
     return word_tokenizer([f"t{i}" for i in range(vocab_size)], eos, "t2", pad)
-
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     """A token per printable character, so that any text can be a prompt, and 6 special ones: 102 in all."""
@@ -128,7 +115,6 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.chat_template = chat
     return out
 
-
 def save_tiny(path, family="qwen2", tokenizer=None, generation=None, **settings):
     """A model directory like those of the hub; `generation` are settings of its generation_config."""
     settings = {"vocab_size": 104 if tokenizer else 64} | settings
@@ -139,7 +125,6 @@ def save_tiny(path, family="qwen2", tokenizer=None, generation=None, **settings)
     tokenizer.save_pretrained(path)
     return str(path)
 
-
 def make_batch(prompts, completions):
     """A rollout's ids, attention, mask and row from lists of ids, spelt out without the code under test."""
     rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
@@ -149,13 +134,11 @@ def make_batch(prompts, completions):
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
             "row": torch.arange(len(rows))}
 
-
 def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12)):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
     rng = random.Random(seed)
     draw = lambda low, high: [rng.randrange(vocab_size) for _ in range(rng.randint(low, high))]  # noqa: E731
     return make_batch([draw(*prompt) for _ in range(rows)], [draw(*completion) for _ in range(rows)])
-
 
 @contextlib.contextmanager
 def refused(capsys, *words, status=2):
@@ -167,12 +150,10 @@ def refused(capsys, *words, status=2):
     assert left.value.code == status and error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
 
-
 def train(script, flags, out="run"):
     """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
     common.launch(script.main, script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-
 
 # Whole runs of the scripts in a directory of their own: test_cli.py, test_data.py, test_resume.py
 
@@ -187,16 +168,13 @@ LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold th
          "plain": {"pad": None, "bos": True},  # a base model without a padding token
          "bare": {}}
 
-
 def write_jsonl(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
 
 def sums(count, start=0):
     """Problems of questions of different lengths."""
     return [{"question": f"What is {i} + {i}?" + "!" * (i % 5), "answer": f"{i} + {i} = #### {2 * i}"}
             for i in range(start, start + count)]
-
 
 def save_judge(path, labels=1, **look):
     """A reward model directory."""
@@ -205,7 +183,6 @@ def save_judge(path, labels=1, **look):
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     char_tokenizer(**look).save_pretrained(path)
 
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     path = tmp_path_factory.mktemp("world")
@@ -213,7 +190,6 @@ def world(tmp_path_factory):
     save_judge(path / "judge")
     write_jsonl(path / "data.jsonl", sums(60))
     return path
-
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch):
@@ -224,24 +200,20 @@ def here(world, tmp_path, monkeypatch):
     yield tmp_path
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
 def by_text(problems, completions):
     """A reward that is a function of the text alone, from 0 to 1."""
     return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
-
 
 @pytest.fixture
 def spread(monkeypatch):
     """Rewards that differ within every group, so that there is something to learn from random weights."""
     monkeypatch.setattr(common, "load_reward", lambda args: by_text)
 
-
 def newest(out="run"):
     """The only checkpoint of a run; nothing half-made lies beside it."""
     found = [path for path in Path(out).iterdir() if path.is_dir()]
     assert len(found) == 1, found
     return found[0]
-
 
 def same(a, b):
     """Bit-equality of nested containers of tensors and numbers."""
@@ -251,13 +223,11 @@ def same(a, b):
         return len(a) == len(b) and all(map(same, a, b))
     return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
 
-
 # policy_loss in numbers, collect and update: test_grpo.py, test_gspo.py, test_ppo.py, test_every_script.py
 
 def call(function, given):
     """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
     return function(*(given[name] for name in inspect.signature(function).parameters))
-
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
     """What policy_loss takes, for ragged rows in float64, with nonsense in the padding; spread and shift are
@@ -268,18 +238,15 @@ def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
     return {"logp": old + spread * noise + shift, "old_logp": old, "ref_logp": old + 0.5 * gap,
             "adv": adv[:, :1], "mask": mask}
 
-
 def loss_of(script, rows, args):
     """The loss of such rows, its gradient by logp, and its statistics."""
     rows = rows | {"logp": rows["logp"].clone().requires_grad_(), "args": args}
     loss, stats = call(script.policy_loss, rows)
     return loss.detach(), torch.autograd.grad(loss, rows["logp"])[0], stats
 
-
 def count_t3(problems, completions):
     """Different for almost every completion; t3 pays best."""
     return [text.count("t3") + len(text) / 100 for text in completions]
-
 
 class Trainer:
     """A script, six problems and tiny models of 8 tokens, so that completions often end. Collects once."""

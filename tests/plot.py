@@ -20,11 +20,9 @@ PANELS = {"eval_sampled_accuracy": "held-out accuracy, sampled", "eval_accuracy"
           "clip_frac": "clipped share of tokens", "kl": "KL to the reference (nats per token)",
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic"}
 
-
 def fail(message):
     print(f"plot.py: {message}", file=sys.stderr)
     sys.exit(2)
-
 
 def read_run(run):
     """The name of a run without its seed, and {step: its numbers}."""
@@ -45,14 +43,12 @@ def read_run(run):
         fail(f"{path}: has no line with a step; is it a metrics.jsonl?")
     return re.sub(r"-s(eed)?[0-9]+$", "", name), steps
 
-
 def curve(runs, key):
     """Steps at which all runs have `key`, its means over the runs and its standard deviations."""
     steps = sorted(set.intersection(*({step for step, entry in run.items() if key in entry} for run in runs)))
     values = [[run[step][key] for run in runs] for step in steps]
     deviations = [statistics.stdev(at) if len(at) > 1 else 0.0 for at in values]
     return steps, [statistics.mean(at) for at in values], deviations
-
 
 def draw(groups, out):
     """A panel per quantity, a line per group of runs: {name: [{step: numbers}]}."""
@@ -81,7 +77,6 @@ def draw(groups, out):
     figure.legend(*labels, loc="upper center", ncol=5, frameon=False, fontsize=10)
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.035 * (-(-len(groups) // 5))))
     figure.savefig(out, dpi=100)
-
 
 if __name__ == "__main__":
     formatter = argparse.RawDescriptionHelpFormatter

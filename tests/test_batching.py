@@ -12,7 +12,6 @@ import common
 import grpo
 import ppo
 
-
 @pytest.mark.parametrize("tokens", [1, 40, 100, 350, 10**6])
 def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
     """Also a row over the budget, which goes alone. All tensors are cut alike, to the part's longest row."""
@@ -29,7 +28,6 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
         seen += rows
     assert sorted(seen) == list(range(23))
 
-
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("seed", range(4))
 def test_at_most_an_eighth_is_padding(rows, seed):
@@ -44,7 +42,6 @@ def test_at_most_an_eighth_is_padding(rows, seed):
     assert positions - padded == batch["attention"].sum()
     assert padded <= 0.12 * positions and len(parts) <= rows / 6
 
-
 def test_the_gradient_does_not_depend_on_the_cut(family):
     """Summed over micro-batches of any budget, the gradient over ragged rows is that of one batch."""
     model, batch = tiny_model(family, dtype=torch.float64), random_batch(13, seed=2, completion=(1, 25))
@@ -57,7 +54,6 @@ def test_the_gradient_does_not_depend_on_the_cut(family):
         gradients.append(flat_gradient(model))
         assert (gradients[-1] - gradients[0]).norm() < 1e-6 * gradients[0].norm()
 
-
 @pytest.mark.parametrize("P, G, count", [(6, 4, 3), (7, 3, 4), (5, 1, 5), (8, 2, 1)])
 def test_minibatches_keep_groups_whole(P, G, count):
     """Every row once a pass, uneven parts included; no group is torn."""
@@ -67,7 +63,6 @@ def test_minibatches_keep_groups_whole(P, G, count):
     assert len(rows) == count and sum(rows, []) == list(range(P * G))
     assert all(len(row) % G == 0 and P // count <= len(row) / G <= -(-P // count) for row in rows)
     assert torch.equal(torch.cat([part["ids"] for part in parts]), rollout["ids"])
-
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
@@ -81,7 +76,6 @@ def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
     minibatches = [part["row"].tolist() for part in common.minibatches(rollout, 4, 2)]
     assert [(call.batch["row"].tolist(), call.tokens) for call in calls] == [(m, tokens) for m in minibatches]
 
-
 def test_statistics_are_weighted_by_their_counts():
     """Pairs (sum, count) become the mean of all, lone tensors the maximum; no padding is in the speed."""
     zero, three, nine = torch.tensor([0.0, 3, 9])
@@ -89,7 +83,6 @@ def test_statistics_are_weighted_by_their_counts():
               {"a": (zero, nine), "m": zero, "late": (1, 2), "padding": (1, 30)}]
     speed = pytest.approx((7 + 29) / 4, rel=0.01)
     assert common.means(logged, time.perf_counter() - 4) == {"a": 0.25, "m": 9, "late": 0.5, "padding": 0.1, "update_tokens_per_s": speed}
-
 
 def test_rollout_statistics_leave_padding_out():
     """Length, entropy (an estimate, the mean of -log pi_old) and KL are over tokens, truncated over rows. KL
@@ -105,7 +98,6 @@ def test_rollout_statistics_leave_padding_out():
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
 
-
 @pytest.mark.parametrize("P", [1, 4, 7, 10, 25])
 def test_batches_visit_every_problem_once_a_pass(P):
     """Batches run through shuffles of all ten problems; each is a function of the seed and the step alone."""
@@ -118,7 +110,6 @@ def test_batches_visit_every_problem_once_a_pass(P):
     assert len(set(passes)) == len(passes) and not set(passes) & set(others)
     torch.manual_seed(9)
     assert drawn(range(5, 8)) == once[4 * P:7 * P]
-
 
 # --- the optimiser
 
@@ -133,16 +124,13 @@ class Weights(torch.nn.Module):
     def backward(self, *gradients):
         sum((w * g.to(w.dtype)).sum() for w, g in zip(self.w, gradients)).backward()
 
-
 def draws(seed, shapes=((7, 3), (5,))):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
-
 def optimizer(model, lr=0.01, warmup_steps=0, max_grad_norm=math.inf, offload=False, **eps):
     args = settings(grpo, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm, offload_optimizer=offload)
     return common.Optimizer(model, lr, args, **eps)
-
 
 @pytest.mark.parametrize("offload, eps", [(False, {}), (True, {}), (False, {"eps": 1e-5})])
 def test_equals_adamw_with_warm_up_and_clipping(offload, eps):
@@ -164,14 +152,12 @@ def test_equals_adamw_with_warm_up_and_clipping(offload, eps):
                          "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
         torch.testing.assert_close(list(ours.w), list(theirs.w), rtol=1e-6, atol=1e-7)
 
-
 def test_adams_settings_in_a_run_of_ppo(here):
     """Weights do not decay; betas as for language models; eps 1e-5 as in Huang et al."""
     run(ppo, TINY)
     for state in torch.load("run/step-1/optimizer.pt").values():
         group = state["adamw"]["param_groups"][0]
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-5, 0.0)
-
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6(offload):
@@ -187,7 +173,6 @@ def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6(offload):
     assert master.dtype == torch.float32 and master.item() == pytest.approx(start - 1e-4, abs=1e-7)
     assert model.w[0] == master.bfloat16() != start
 
-
 def test_gradients_of_many_micro_batches_are_summed_in_float32():
     """1 + 256 / 512 = 1.5; in bfloat16 the sum would stay at 1, as 1/512 is half of its spacing there."""
     model = Weights(torch.bfloat16, [(1,)])
@@ -195,7 +180,6 @@ def test_gradients_of_many_micro_batches_are_summed_in_float32():
     for gradient in [1.0] + [2.0**-9] * 256:
         model.backward(torch.tensor([gradient]))
     assert mine.step()["grad_norm"][0] == 1.5
-
 
 @pytest.mark.parametrize("dtype, bad", [(torch.float32, math.nan), (torch.bfloat16, math.inf)])
 def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(dtype, bad):
@@ -216,7 +200,6 @@ def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(dtype, bad):
     for a, b in zip(ours.adamw.state.values(), clean.adamw.state.values()):
         assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded_it_goes_on_bit_equal(dtype, tmp_path):
     """Weights, masters, moments and the warm-up survive: 6 steps == 3 steps, save, load, 3 steps."""
@@ -234,7 +217,6 @@ def test_saved_and_loaded_it_goes_on_bit_equal(dtype, tmp_path):
     assert all(map(torch.equal, *(model.parameters() for model in models)))
     assert all(map(torch.equal, *(run.masters.values() for run in runs)))
 
-
 @pytest.mark.parametrize("shapes", [[(7, 3)], [(7, 3), (5,), (2,)], [(7, 3), (5, 1)]])
 def test_the_state_of_other_weights_is_refused_before_anything_changes(shapes):
     """One weight fewer, as with other layers frozen, one more, one of another shape."""
@@ -244,7 +226,6 @@ def test_the_state_of_other_weights_is_refused_before_anything_changes(shapes):
     with pytest.raises(ValueError, match="other trained weights"):
         mine.load_state_dict(other.state_dict())
     assert all(map(torch.equal, mine.masters.values(), draws(0)))
-
 
 def test_every_trained_weight_has_a_master_once():
     """Tied embeddings are one weight. Frozen weights have none."""

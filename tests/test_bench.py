@@ -8,7 +8,6 @@ from conftest import random_batch, tiny_model
 
 import common
 
-
 def test_the_table_is_complete(monkeypatch, capsys):
     """Every part is printed, with its floor or its plain way."""
     monkeypatch.setitem(bench.SIZES, "tiny", ((32, 32, 1, 2, 2, 512, False), dict(P=8, G=4, S=6, T=16)))
@@ -21,7 +20,6 @@ def test_the_table_is_complete(monkeypatch, capsys):
     assert sum(plain is not None for _, _, plain in table.values()) == 5
     shown = capsys.readouterr().out
     assert all(f"\n{name} " in shown for name in table)
-
 
 def test_plain_ways_compute_the_same(family):
     model, batch = tiny_model(family), random_batch(7, seed=1)

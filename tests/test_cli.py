@@ -1,10 +1,12 @@
 """The command line: flags, bad input, models, what every option does, what a run prints and logs."""
+import contextlib
 import itertools
 import json
 import re
 import shlex
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,8 @@ pytestmark = pytest.mark.usefixtures("here")
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
 grpo_and_gspo = pytest.mark.parametrize("script", [grpo, gspo])
 
-
 def weights(out="run"):
     return load_file(newest(out) / "model.safetensors")
-
 
 # ---- Bad input: one line, status 2, nothing left behind ------------------------------------------
 
@@ -40,7 +40,6 @@ OWN_FLAGS = {ppo: {"gamma": "-1 1.1 nan", "lam": "1.1", "vf_coef": "-1", "eps_va
              grpo: {"group_size": "1", "kl": "k1", "ref_every": "0 x", "gamma": "1"},
              gspo: {"group_size": "1", "kl": "k1", "ref_every": "0", "lam": "1"}}
 
-
 @every_script
 def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
     for flag, values in (BAD_FLAGS | OWN_FLAGS[script]).items():
@@ -52,10 +51,8 @@ def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
     script.parse_args("--warmup_steps 0 --beta 0 --eps_low 1 --eps_high 5 --lr 1e-9".split())
     assert not Path("runs").exists()
 
-
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
 
 def reweigh(change):
     """Change the weights of an MLP in a model directory: `change` gives a new tensor, or None."""
@@ -66,11 +63,9 @@ def reweigh(change):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return break_it
 
-
 def no_end(path):
     edit(path / "tokenizer_config.json", eos_token=None)
     edit(path / "generation_config.json", eos_token_id=None)
-
 
 BROKEN = {  # what is wrong: (how to break a model directory, words of the message)
     "no config": (lambda path: (path / "config.json").unlink(), ""),
@@ -88,7 +83,6 @@ BROKEN = {  # what is wrong: (how to break a model directory, words of the messa
     "another tokenizer": (lambda path: char_tokenizer().save_pretrained(save_tiny(path, vocab_size=80)),
                           "tokenizer 102 80")}
 
-
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_model_directory_that_is_none_is_refused_and_leaves_no_run_behind(what, capsys):
     shutil.copytree("model", "broken")
@@ -96,7 +90,6 @@ def test_a_model_directory_that_is_none_is_refused_and_leaves_no_run_behind(what
     with refused(capsys, "--model", "broken", *BROKEN[what][1].split()):
         train(ppo, f"{TINY} --model broken")
     assert not Path("run").exists(), "the corrected command must not hear that --out is taken"
-
 
 def test_names_that_are_nothing_bad_reward_models_and_a_taken_out_are_refused(capsys):
     """--out before anything is loaded."""
@@ -114,7 +107,6 @@ def test_names_that_are_nothing_bad_reward_models_and_a_taken_out_are_refused(ca
             train(grpo, "--model gone", out=out)
     assert Path("file").read_text() == "mine" and not list(Path("taken").iterdir())
 
-
 def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_room(capsys):
     """GPT-2's learned positions end at 128 here: going beyond is an index error, on a GPU a dead context."""
     save_tiny("gpt", "gpt2", char_tokenizer())
@@ -123,6 +115,29 @@ def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_
             train(grpo, f"{TINY} --model gpt --max_new_tokens {tokens}")
     train(grpo, f"{TINY} --model gpt --max_new_tokens 107")  # leaves 21 for the prompt
 
+@pytest.mark.parametrize("flags, gb, checkpoints", [("--save_every 2", 2.8, 2), ("--save_every 9", 1.4, 1)])
+def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(flags, gb, checkpoints, monkeypatch, capsys):
+    """Of 100 million parameters, each of 14 bytes: a weight in bfloat16, its master and two moments."""
+    monkeypatch.setattr(transformers.PreTrainedModel, "num_parameters", lambda model: 10 ** 8)
+    for script, models in ((grpo, 1), (ppo, 2)):
+        for spare, full in ((1e6, False), (-1e6, True)):
+            free = gb * models * 1e9 + spare
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+            with refused(capsys, "--out", f"{gb * models:.0f} GB", f"{checkpoints} checkpoint") if full else (
+                    contextlib.nullcontext()):
+                train(script, f"{TINY} {flags} --steps 9 --max_new_tokens 1", out=f"{script.__name__}{spare}")
+
+def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, capsys):
+    """Of 100 million parameters 18 bytes are held for each, with a reference 20; offloaded 6 and 8."""
+    for flags, gb in (("--beta 0", 1.8), ("--beta 0.1", 2.0), ("--beta 0.1 --offload_optimizer", 0.8)):
+        args = grpo.parse_args(f"{TINY} --device cpu --out . {flags}".split())
+        policy, _ = common.load_policy(args)
+        monkeypatch.setattr(policy, "num_parameters", lambda: 10 ** 8)
+        args.device = "cuda"
+        for memory in (gb * 1.01e9, gb * 0.99e9):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, memory))
+            with contextlib.nullcontext() if memory > gb * 1e9 else refused(capsys, "GPU", "--offload_optimizer"):
+                common.settle(args, policy)
 
 def test_memory_that_runs_out_is_one_line_and_a_mistake_in_the_code_shows_its_traceback(monkeypatch, capsys):
     error = torch.OutOfMemoryError("CUDA out of memory")
@@ -135,7 +150,6 @@ def test_memory_that_runs_out_is_one_line_and_a_mistake_in_the_code_shows_its_tr
     error = ZeroDivisionError("mine")
     with pytest.raises(ZeroDivisionError):
         train(grpo, TINY)
-
 
 # ---- Models and defaults -------------------------------------------------------------------------
 
@@ -154,7 +168,6 @@ def test_every_family_trains_and_the_checkpoint_holds_what_was_trained(script, f
     assert first.get_vocab() == last.get_vocab() and first.chat_template == last.chat_template
     assert first("Hi there")["input_ids"] == last("Hi there")["input_ids"]
 
-
 @every_script
 def test_a_real_model_never_gets_the_toys_defaults_and_given_flags_win(script, monkeypatch):
     monkeypatch.setattr(common, "check_model", lambda *args: None)  # slow on 1,500 tokens
@@ -168,7 +181,6 @@ def test_a_real_model_never_gets_the_toys_defaults_and_given_flags_win(script, m
         assert not any(isinstance(value, dict) for value in vars(args).values()) and given.lr == 0.003
         assert (args.lr <= 3e-6) == (args.max_new_tokens > 256) == bool(args.system_prompt) == real
         assert script is not ppo or (args.value_lr < 1e-4) == real
-
 
 # ---- Every flag does what it says ----------------------------------------------------------------
 
@@ -185,10 +197,8 @@ def test_temperature_reaches_the_sampling_and_seed_reaches_the_samples(script, s
     assert len(set(cold)) == 1 < len(set(warm)) and warm == again and not set(warm) & set(other)
     assert warm != calls[3].result[0]["texts"], "every step draws anew"
 
-
 CHANGES = {ppo: ["--gamma 0.9", "--lam 0.5", "--vf_coef 9", "--eps_value 1e-4", "--value_lr 0.1", "--whiten"],
            grpo: ["--kl wk3", "--ref_every 1"], gspo: ["--kl wk3", "--ref_every 1", "--token_level"]}
-
 
 @every_script
 def test_every_flag_of_the_objective_changes_what_is_learned(script, spread, monkeypatch):
@@ -197,12 +207,11 @@ def test_every_flag_of_the_objective_changes_what_is_learned(script, spread, mon
     base += "--eps_low .1 --eps_high .1 " + ("--no-whiten" if script is ppo else "--kl k3")
     shared = ["--temperature 0.5", "--eps_low 0.001", "--eps_high 0.001", "--max_grad_norm 1e-3", "--beta 1"]
     learned = {}
-    for flags in ["", "--cuda_graphs --device cpu --dtype float32", *shared, *CHANGES[script]]:
+    for flags in ["", "--cuda_graphs --dtype float32 --no-tensorboard --no-offload_optimizer", *shared, *CHANGES[script]]:
         train(script, f"{base} {flags}")
         learned[flags] = [load_file(path) for path in sorted(newest().rglob("*.safetensors"))]
         shutil.rmtree("run")
     assert [flags for flags in learned if same(learned[flags], learned[""])] == [*learned][:2]
-
 
 @every_script
 def test_memory_flags_change_neither_weights_nor_metrics_and_dtype_the_weights(script, spread, monkeypatch):
@@ -226,14 +235,12 @@ def test_memory_flags_change_neither_weights_nor_metrics_and_dtype_the_weights(s
         assert {weight.dtype for weight in weights(out).values()} == {dtype}
         assert {held.dtype for held in [*state["masters"].values(), *moments]} == {torch.float32}
 
-
 @every_script
 def test_a_run_asks_other_problems_at_every_step(script, spread, monkeypatch):
     calls = spy(monkeypatch, script, "collect")
     train(script, f"{TINY} --steps 3 --prompts 3")
     asked = [problem["question"] for call in calls for problem in call.problems]
     assert len(set(asked)) == len(asked) == 9
-
 
 @every_script
 def test_beta_0_holds_no_reference_and_otherwise_it_is_the_frozen_model(script, spread, monkeypatch):
@@ -246,7 +253,6 @@ def test_beta_0_holds_no_reference_and_otherwise_it_is_the_frozen_model(script, 
     start = transformers.AutoModelForCausalLM.from_pretrained("model").state_dict()
     assert same(dict(reference.state_dict()), dict(start))
     assert not any(p.requires_grad for p in reference.parameters())
-
 
 @grpo_and_gspo
 @pytest.mark.parametrize("every, expected", [
@@ -262,7 +268,6 @@ def test_ref_every_m_refreshes_the_reference_after_m_steps(script, every, expect
     rows = train(script, f"{TINY} --beta 0.1 --steps 5 {every}")
     assert fresh == [abs(row["kl"]) < 1e-6 for row in rows[1:]] == [bool(x) for x in expected]
 
-
 @every_script
 def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(script, spread):
     """2 passes x 3 minibatches x 2 steps = 12 of 48 warm-up steps: a quarter of the learning rate."""
@@ -273,7 +278,6 @@ def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(
         state = torch.load(newest(out) / "optimizer.pt")["policy"]["adamw"]
         assert state["param_groups"][0]["lr"] == pytest.approx(lr)
         assert {int(held["step"]) for held in state["state"].values()} == {taken}
-
 
 @every_script
 def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, monkeypatch):
@@ -286,14 +290,12 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     assert {key for key in rows[0] if key.startswith("eval")} == always | {"eval_pass@2", "eval_pass@4"}
     assert newest().name == "step-5" and train(script, TINY, out="one")[0].keys() == always | {"step"}
 
-
 # ---- What a run logs and prints ------------------------------------------------------------------
 
 KEYS = set("step reward completion_length truncated entropy kl loss clip_frac ratio_max grad_norm "
            "grad_clipped skipped zero_variance_groups rollout_tokens_per_s "
            "update_tokens_per_s padding seconds".split())
 PPO_KEYS = {"value_loss", "value_grad_norm", "value_grad_clipped", "value_skipped", "explained_variance"}
-
 
 @every_script
 def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatch):
@@ -315,7 +317,6 @@ def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatc
                  for position in range(end - int(mask[i].sum()), end)]
     assert row["entropy"] == pytest.approx(torch.stack(surprises).mean().item(), rel=1e-4)
 
-
 def test_tensorboard_gets_the_same_numbers(spread):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -323,7 +324,6 @@ def test_tensorboard_gets_the_same_numbers(spread):
     events = EventAccumulator("run").Reload().Scalars("reward")
     assert [event.step for event in events] == [1, 2]
     assert [event.value for event in events] == pytest.approx([row["reward"] for row in rows[1:]])
-
 
 @every_script
 def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, spread, monkeypatch, capsys):
@@ -345,12 +345,10 @@ def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, sp
     assert all(word in close for word in (str(newest()), "run/metrics.jsonl", "after   2 steps"))
     assert all(f"greedy {row['eval_accuracy']:.3f}" in close for row in (rows[0], rows[-1]))
 
-
 def test_out_defaults_to_runs_the_scripts_name_and_the_time(spread):
     args = gspo.parse_args(shlex.split(TINY))
     common.launch(gspo.main, args)
     assert re.fullmatch(r"runs/gspo-\d{4}-\d{6}", args.out) and newest(args.out).name == "step-1"
-
 
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     train(grpo, TINY)  # random weights hardly ever stop
@@ -359,7 +357,6 @@ def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     edit(Path("terse/generation_config.json"), eos_token_id=list(range(104)))
     row = train(grpo, f"{TINY} --model terse", out="short")[1]
     assert (row["truncated"], row["completion_length"]) == (0, 1) and "warning" not in capsys.readouterr().out
-
 
 @every_script
 def test_a_step_that_is_not_finite_is_skipped_whole_and_warned_about(script, spread, monkeypatch, capsys):
@@ -378,7 +375,6 @@ def test_a_step_that_is_not_finite_is_skipped_whole_and_warned_about(script, spr
     assert all(weight.isfinite().all() for weight in weights().values())
     state = torch.load(newest() / "optimizer.pt")["policy"]["adamw"]["state"]
     assert {int(held["step"]) for held in state.values()} == {3}
-
 
 @every_script
 def test_help_shows_the_docstring_and_a_meaning_for_every_flag_and_every_choice_is_run_here(script, capsys):

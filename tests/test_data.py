@@ -18,7 +18,6 @@ from conftest import (CHATML, LOOKS, TINY, char_tokenizer, refused, save_judge, 
 pytestmark = pytest.mark.usefixtures("here")
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
 
-
 def load(flags=""):
     """The training and the held-out problems of a command."""
     def main(args):
@@ -29,14 +28,11 @@ def load(flags=""):
     common.launch(main, grpo.parse_args(shlex.split(f"{TINY} --device cpu --out loading {flags}")))
     return loaded
 
-
 def questions(problems):
     return [problem["question"] for problem in problems]
 
-
 def rollout(*texts):
     return {"texts": list(texts), "ids": torch.zeros(len(texts), 1)}
-
 
 # ---- Files ---------------------------------------------------------------------------------------
 
@@ -48,14 +44,12 @@ def write(path, rows):
     else:
         table.to_json(path, lines=kind != "json")
 
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.JSONL"])
 def test_every_format_gives_the_same_rows(name):
     write(name, sums(30))
     train_set, held_out = load(f"--dataset {name} --eval_problems 30")
     assert sorted(questions(train_set + held_out)) == sorted(questions(sums(30)))
     assert {problem["answer"] for problem in train_set} <= {row["answer"] for row in sums(30)}
-
 
 @pytest.mark.parametrize("name, kind", [("set", "jsonl"), ("csv", "parquet"), ("json", "csv")])
 def test_a_directory_gives_its_splits_whatever_its_name(name, kind):
@@ -69,14 +63,12 @@ def test_a_directory_gives_its_splits_whatever_its_name(name, kind):
     swapped = load(f"--dataset {name} --split test --eval_split train --eval_problems 100")
     assert list(map(len, swapped)) == [6, 12]
 
-
 def test_a_byte_order_mark_and_blank_lines_are_read_over():
     for name, head, row in (("a.jsonl", "", '{"question": "%d", "answer": "2"}\n\n'),
                             ("a.csv", "question,answer\n", "%d,2\n")):
         Path(name).write_bytes(b"\xef\xbb\xbf" + (head + "".join(row % i for i in range(20))).encode())
         train_set, held_out = load(f"--dataset {name} --eval_problems 20")
         assert sorted(questions(train_set + held_out), key=int) == [str(i) for i in range(20)]
-
 
 GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
 BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
@@ -95,7 +87,6 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 rows"),
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
-
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_data_is_named_in_one_line(case, capfd):
     flags, content, words = BAD_FILES[case]
@@ -103,7 +94,6 @@ def test_bad_data_is_named_in_one_line(case, capfd):
         Path(flags.split()[1]).write_bytes(content if isinstance(content, bytes) else content.encode())
     with refused(capfd, *words.split()):
         load(flags)
-
 
 # ---- Splits and columns --------------------------------------------------------------------------
 
@@ -117,7 +107,6 @@ def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
     assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and 20 <= len(a[1]) <= 60
     half = set(questions(rows[::-2]))
     assert b == [a[0] & half, a[1] & half]
-
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
     for name, splits in {"both": ["train", "test"], "lone": ["train"], "exam": ["test"]}.items():
@@ -134,12 +123,10 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
     assert sizes["lone"] == sizes["exam --split test"] and sum(sizes["lone"]) == 20 and min(sizes["lone"]) > 0
     assert sizes["lone --eval_split train"] == [20, 20], "as asked"
 
-
 def test_the_problems_evaluated_are_the_same_in_every_run_and_the_numbers_are_printed(capsys):
     few = [questions(load(f"--eval_problems 4 --seed {seed}")[1]) for seed in (0, 1)]
     assert few[0] == few[1] and len(set(few[0])) == 4
-    assert re.search(r"^\d+ problems to train on.*^4 problems to hold out", capsys.readouterr().out, re.M | re.S)
-
+    assert re.search(r"^\d+ problems to train on.*^13 problems to hold out", capsys.readouterr().out, re.M | re.S)
 
 def splits_of(train_rows, held_out=()):
     """A data set directory with these rows, the held-out ones by default sums."""
@@ -147,7 +134,6 @@ def splits_of(train_rows, held_out=()):
     write_jsonl("mine/train.jsonl", train_rows)
     write_jsonl("mine/test.jsonl", held_out or sums(9))
     return "--dataset mine"
-
 
 def test_problems_keep_all_columns_which_may_have_other_names():
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "level": 3}
@@ -158,7 +144,6 @@ def test_problems_keep_all_columns_which_may_have_other_names():
     assert train_set[0]["level"] == 3 and train_set[0]["problem"] == sums(1)[0]["question"]
     assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
 
-
 def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     rows = sums(10) + [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
     rows += [{"question": "???"}, {"answer": "1"}]
@@ -167,7 +152,6 @@ def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
     assert re.search(r"^11 problems to train on; 6 .*left out", capsys.readouterr().out, re.M)
     assert len(load(f"{flags} --reward_model judge")[0]) == 14, "a reward model needs no gold answer"
-
 
 @every_script
 def test_every_problem_is_asked_once_before_any_is_asked_again(script):
@@ -178,7 +162,6 @@ def test_every_problem_is_asked_once_before_any_is_asked_again(script):
         passes = [order[seed][start:start + 7] for start in (0, 7, 14)]
         assert all(sorted(each) == list("0123456") for each in passes) and passes[0] != passes[1]
     assert order[0] != order[1]
-
 
 # ---- Prompts -------------------------------------------------------------------------------------
 
@@ -199,7 +182,6 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
         own = bos + [tokenizer.convert_tokens_to_ids(character) for character in text]
     assert problem["prompt"] == own and own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
-
 def test_a_template_without_a_system_role_has_the_instruction_in_the_users_turn():
     template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
                 "{% endif %}<{{ m['content'] }}>{% endfor %}")
@@ -208,7 +190,6 @@ def test_a_template_without_a_system_role_has_the_instruction_in_the_users_turn(
     tokenizer = transformers.AutoTokenizer.from_pretrained("gemma")
     assert tokenizer.decode(problem["prompt"]) == f"<Be brief.\n\n{problem['question']}>"
 
-
 # ---- Rewards -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("gold", ["#### 42", "\\boxed{42}", "42", "6 * 7 = 41 + 1\n#### 42", 42, 42.0])
@@ -216,7 +197,6 @@ def test_a_gold_answer_is_read_as_completions_are(gold):
     problem, *_ = load(splits_of(*[[{"question": "6 * 7?", "answer": gold}]] * 2))[0]
     completions = ["#### 42", "\\boxed{42}", "#### 41", "#### 4"]
     assert common.answer_reward([problem] * 4, completions) == [1, 1, 0, 0]
-
 
 def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers():
     def tell(problems, completions):
@@ -227,12 +207,10 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
         rewards = common.score(lambda problems, completions: given, [{}], rollout("a", "b"))
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
 
-
 class Grader:
     """A reward without a __name__."""
     def __call__(self, problems, completions):
         return [float("nan")] * len(completions)
-
 
 @every_script
 @pytest.mark.parametrize("given, words", [
@@ -246,11 +224,9 @@ def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, wor
     with refused(capsys, "the reward", *words.split()):
         train(script, TINY)
 
-
 def test_a_reward_that_is_no_function_or_raises_is_named_too(capsys):
     with refused(capsys, "Grader", "nan", "'a'"):
         common.score(Grader(), [{}], rollout("a"))
-
 
 @pytest.mark.parametrize("chat, pad", [(None, "<pad>"), (CHATML, "<eos>"), (None, None)])
 def test_a_reward_models_scores_are_those_of_one_row_at_a_time(chat, pad):
@@ -270,7 +246,6 @@ def test_a_reward_models_scores_are_those_of_one_row_at_a_time(chat, pad):
         with torch.no_grad():
             assert score == pytest.approx(judge(torch.tensor([read["input_ids"]])).logits.item(), abs=1e-5)
     assert scores.std() > 0.01
-
 
 @every_script
 def test_a_reward_model_trains_without_gold_answers_and_right_is_1_or_more(script, monkeypatch):

@@ -16,15 +16,12 @@ WIDE = "--eps_low .9 --eps_high 9"           # nothing here is clipped
 K3, WK3 = "--beta 1 --kl k3", "--beta 1 --kl wk3"
 ROW = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and old of one row: w = 1.2, 1.25, .9
 
-
 def tensor(numbers):
     return torch.as_tensor(numbers, dtype=torch.float64)
-
 
 def near(found, expected, within=1e-6):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
-
 
 def objective(script, flags, pi, old, A, ref=None, mask=None):
     """J summed over the rows, and its slopes. All are (rows, tokens); A may be (rows, 1)."""
@@ -36,7 +33,6 @@ def objective(script, flags, pi, old, A, ref=None, mask=None):
     loss, _ = script.policy_loss(logp, old, *refs, A, mask, args)
     return -loss.item(), torch.autograd.grad(-loss, logp)[0]
 
-
 # --- (1) advantages
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_z_scores_of_two_groups(script):
@@ -46,12 +42,10 @@ def test_1_z_scores_of_two_groups(script):
     adv = script.group_advantages(tensor([1, 0, 0, 0, 5, 7, 7, 5]), 4)
     near(adv, [1.4997, -0.4999, -0.4999, -0.4999, -0.86595, 0.86595, 0.86595, -0.86595], 1e-5)
 
-
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_equal_rewards_give_exactly_zero(script):
     """In float32 twelve rewards of .7 miss their own mean by 1e-7: that noise is no advantage."""
     assert script.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
-
 
 @pytest.mark.parametrize("gamma, lam, A", [(1, 0, [0.1, 0.1, 0.7]), (1, 1, [0.9, 0.8, 0.7]),
     (1, 0.95, [0.82675, 0.765, 0.7]), (0.5, 1, [0.15, 0.3, 0.7])])
@@ -64,7 +58,6 @@ def test_1_ppo_gae(gamma, lam, A):
     adv, returns = ppo.gae(r, V, mask, gamma, lam)
     near([adv, (returns - V) * mask], [[A, [0.7, 0, 0]]] * 2)
 
-
 # --- (2) ratio
 @pytest.mark.parametrize("script, J, slope", [(gspo, 1.105209, [0.368403] * 3),
     (ppo, 1.116667, [0.4, 0.416667, 0.3]), (grpo, 1.116667, [0.4, 0.416667, 0.3])])
@@ -73,13 +66,11 @@ def test_2_ratio_of_a_token_or_of_a_sequence(script, J, slope):
     GSPO: J is s = (1.2 x 1.25 x .9)^(1/3) = 1.35^(1/3) = 1.105209; every token's slope is s/3."""
     near(objective(script, WIDE, *ROW, [[1]]), (J, [slope]))
 
-
 def test_2_gspo_token_has_an_advantage_for_every_token():
     """s_t = s, but only log pi_t moves it: slope s A_t/3; J = s (1 + 0 - 1)/3. Equal A: GSPO."""
     token = WIDE + " --token_level"
     near(objective(gspo, token, *ROW, [[1, 0, -1]]), (0, [[0.368403, 0, -0.368403]]))
     near(objective(gspo, token, *ROW, [[2, 2, 2]]), objective(gspo, WIDE, *ROW, [[2]]))
-
 
 # --- (3) clip
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -90,7 +81,6 @@ def test_3_clip_table(script, A, slope):
     1.5 went the wrong way: min takes w A, and they come back."""
     pi = [[0.2], [0.36], [0.4], [0.44], [0.6]]
     near(objective(script, CLIP, pi, [[0.4]] * 5, [[A]] * 5)[1][:, 0], slope)
-
 
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
 @pytest.mark.parametrize("eps, old, A, pi, J", [
@@ -103,12 +93,10 @@ def test_3_what_a_token_can_gain(script, eps, old, A, pi, J):
     of the min, A min(.556, .8) = -.556: wrong where A is below 0."""
     near([objective(script, eps, [[p]], [[old]], [[A]])[0] for p in pi], J, within=5e-4)
 
-
 @pytest.mark.parametrize("A, J, slope", [(1, 1.1, 0), (-1, -1.105209, -0.368403)])
 def test_3_gspo_clips_a_whole_sequence(A, J, slope):
     """s = 1.105209 is above 1.1: at A = 1 no token is pushed, nor is the one whose w is .9."""
     near(objective(gspo, "--eps_low .3 --eps_high .1", *ROW, [[A]]), (J, [[slope] * 3]))
-
 
 # --- (4) KL penalty. gspo.py has none by default: no test here gives it a reference
 def test_4_ppo_puts_the_penalty_into_the_reward():
@@ -119,7 +107,6 @@ def test_4_ppo_puts_the_penalty_into_the_reward():
     rewards = ppo.token_rewards(score, old.log(), ref.log(), mask, 0.1)
     near(rewards, [[-0.069315, 0, 1.069315], [0, 4.930685, 0]])
 
-
 @pytest.mark.parametrize("flags, A, J, slope", [
     (K3, 0, -0.5, [[1], [-0.5], [0]]), (WK3, 0, -0.5, [[0.693147], [-0.693147], [0]]),
     ("--beta .04 --kl k3", 0.02, 0.06 - 0.04 * 0.5, [[0.06], [0], [0.02]])])
@@ -129,7 +116,6 @@ def test_4_grpo_k3(flags, A, J, slope):
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
     near(objective(grpo, flags, *rows), (J, slope))
 
-
 def test_4_grpo_penalty_against_advantage():
     """A .01, beta .02, old .5, pi just below .6 = 1.2 x .5, where the clip begins; ref .5, .1, 0:
     dJ/dpi = A/old - beta (1 - ref/pi)/pi = .02 - .0333 (1 - ref/.6) = .0144, -.0078, -.0133."""
@@ -137,12 +123,10 @@ def test_4_grpo_penalty_against_advantage():
     slope = objective(grpo, CLIP + " --beta .02", *rows)[1]
     near(slope / 0.6, [[0.014444], [-0.007778], [-0.013333]])  # d log pi is d pi/pi
 
-
 PI, REF, OLD = (tensor(logits).softmax(0)[:, None] for logits in (  # a vocabulary of four
     [0.3, -0.5, 1.1, 0], [0, 0.4, 0.2, -0.7], [0.1, -0.2, 0.9, 0.3]))
 REVERSE = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # KL(pi||ref): pi (ln(pi/ref) - KL)
 FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # KL(ref||pi): pi - ref, by logits
-
 
 def test_4_ppo_penalty_is_the_reverse_kl():
     """Tokens drawn from pi: the mean of ln(pi/ref) is KL(pi||ref) = .199658, and so is its slope.
@@ -150,7 +134,6 @@ def test_4_ppo_penalty_is_the_reverse_kl():
     rewards = ppo.token_rewards(tensor([0] * 4), PI.log(), REF.log(), torch.ones_like(PI), 1)
     c = -PI * objective(ppo, CLIP, PI, PI, rewards)[1]
     near([-(PI * rewards).sum(), c - PI * c.sum()], [0.199658, REVERSE])
-
 
 @pytest.mark.parametrize("kl, old, mean, slope", [
     (K3, PI, 0.199658, FORWARD), (WK3, PI, 0.199658, REVERSE), (WK3, OLD, 0.199658, REVERSE),
@@ -162,7 +145,6 @@ def test_4_grpo_k3_has_the_slope_of_the_forward_kl(kl, old, mean, slope):
     c = -old * torch.cat([push for _, push in rows])
     found = -sum(chance * J for chance, (J, _) in zip(old[:, 0], rows))
     near([found, c - PI * c.sum()], [mean, slope])
-
 
 # --- (5) value loss
 @pytest.mark.parametrize("V, R, loss, slope", [(1.1, 1.5, 0.08, -0.4), (0.9, 1.5, 0.18, -0.6),
@@ -176,7 +158,6 @@ def test_5_ppo_value_loss(V, R, loss, slope):
     slopes = torch.autograd.grad(found, values)[0]  # a row counts by the mean of its tokens
     near([found.item(), slopes], [2 * loss, [[slope / 2, slope / 2], [slope, 0]]])
 
-
 # --- the mean over tokens and the sum over rows
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
 def test_row_means_weigh_every_completion_alike(script):
@@ -186,7 +167,6 @@ def test_row_means_weigh_every_completion_alike(script):
     mask = (torch.arange(8) < lengths).double()
     pi = 0.5 ** mask  # on padding the log-probs are 0
     near(objective(script, CLIP, pi, pi, A, mask=mask), (0, A / lengths * mask))
-
 
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
 def test_the_loss_is_a_sum_over_rows(script):

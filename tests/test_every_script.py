@@ -16,11 +16,9 @@ OPTIONS = {"grpo": [{}, {"kl": "wk3"}], "gspo": [{}, {"beta": 0.3, "kl": "wk3"},
 VARIANTS = [(name, options) for name in SCRIPTS for options in OPTIONS.get(name, [{}])]  # of policy_loss
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
-
 @pytest.fixture(params=SCRIPTS)
 def script(request):
     return importlib.import_module(request.param)
-
 
 # --- update: from a rollout to gradients
 
@@ -34,13 +32,11 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 0.01
 
-
 def test_the_gradient_is_a_mean_over_rows(script):
     """A rollout twice over has the same gradient. (It has twice the gradient if an objective is a sum.)"""
     trainer, rollout = Trainer(script).moved()
     twice = {name: torch.cat([x, x]) for name, x in rollout.items()}
     torch.testing.assert_close(trainer.gradients(twice)[0], trainer.gradients(rollout)[0], **EXACT)
-
 
 def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
     """Six groups in minibatches of 2, 2, 1, 1: each step is as if its rows were the rollout."""
@@ -48,7 +44,6 @@ def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
     parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 2)]
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
-
 
 def test_neither_padding_nor_the_order_of_rows_matters(script):
     """Rows in reverse, nonsense in all padding."""
@@ -60,7 +55,6 @@ def test_neither_padding_nor_the_order_of_rows_matters(script):
     (clean, stats), (same, same_stats) = trainer.gradients(rollout), trainer.gradients(other)
     torch.testing.assert_close(same, clean, **EXACT)
     assert same_stats == pytest.approx(stats, rel=1e-6)
-
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
     """Old log-probs, advantages and the rest stay as they are while the policy moves."""
@@ -77,7 +71,6 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
             assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() == 2 else whole), name
     assert (calls[-1].result - calls[-1].batch["old_logp"]).abs().max() > 0.1
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
     """The ratio starts at 1. In bfloat16 log-probs depend on the cut: old ones are of the update's pieces."""
@@ -90,7 +83,6 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
     if dtype == torch.bfloat16:  # else nothing was tested
         otherwise = common.token_logprobs(trainer.policy, trainer.rollout, 0.6)
         assert not torch.equal(otherwise, trainer.rollout["old_logp"])
-
 
 # --- collect: from a policy to a rollout
 
@@ -107,7 +99,6 @@ def test_the_temperature_is_that_of_the_samples_and_of_all_log_probs(script):
     greedy = common.generate(cold.policy, cold.tokenizer, prompts, 2, 8, temperature=0)
     assert cold.rollout["texts"] == greedy["texts"] != rollout["texts"]
 
-
 def test_what_is_collected_carries_no_gradient(script):
     """Even if the reward does: it would be trained through the advantages. Nor is the reference trained."""
     trainer, weight = Trainer(script), torch.ones((), requires_grad=True)
@@ -116,7 +107,6 @@ def test_what_is_collected_carries_no_gradient(script):
     assert not any(x.requires_grad for x in trainer.rollout.values() if torch.is_tensor(x))
     trainer.update()
     assert weight.grad is None and all(p.grad is None for p in trainer.reference.parameters())
-
 
 # --- policy_loss
 
@@ -133,7 +123,6 @@ def test_the_token_that_ends_a_completion_is_trained(script):
         ends += finished and pushed[n - 1]
     assert ends >= 3
 
-
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_a_row_without_tokens_adds_nothing(name, options):
     """Neither NaN nor a gradient, alone or beside others; the statistics are those of the others."""
@@ -146,7 +135,6 @@ def test_a_row_without_tokens_adds_nothing(name, options):
     torch.testing.assert_close(whole[1], torch.cat([rest[1][:1], alone[1], rest[1][1:]]))
     assert whole[2].get("clip_frac") == rest[2].get("clip_frac")
 
-
 @pytest.mark.parametrize("name, options", VARIANTS)
 @pytest.mark.parametrize("old, ref", [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)])
 def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
@@ -157,7 +145,6 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
     loss, gradient, stats = loss_of(script, rows, settings(script, **options))
     assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
     assert stats["ratio_max"].isfinite()
-
 
 # --- whole runs
 
@@ -171,7 +158,6 @@ def test_a_policy_learns(script):
         trainer.update()
         rewards.append(trainer.stats["reward"])
     assert sum(rewards[-3:]) > 3 * sum(rewards[:3])
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_of_two_steps(script, dtype, here, spread):

@@ -62,7 +62,6 @@ OTHER = {
     "qwen2 with window": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}}
 PROMPTS = [[5, 9, 11, 3, 7, 60, 33, 12, 13, 17, 2, 0], [8, 4, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
-
 def sized(kind, **settings):
     """A config of that class with our sizes, those it has; layers of each kind that its defaults have."""
     kinds = sorted(set(getattr(kind(), "layer_types", None) or []))
@@ -70,10 +69,8 @@ def sized(kind, **settings):
         settings = {"layer_types": kinds} | settings
     return kind(**{name: size for name, size in SIZES.items() if name in fields_of(kind)} | settings)
 
-
 def fields_of(kind):
     return {field.name for field in dataclasses.fields(kind)}
-
 
 def load(name, path):
     """Save a random model, its weights large enough that mistakes show, and load it as a script does."""
@@ -90,17 +87,15 @@ def load(name, path):
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     args = ppo.parse_args(["--model", str(path), "--device", "cpu", "--dtype", "float32",
-                           "--max_prompt_tokens", "24", "--max_new_tokens", "12"])
+                           "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--out", "."])
     policy, tokenizer = common.load_policy(args)
     common.settle(args, policy)
     return policy, tokenizer
-
 
 def plain_logits(model, rollout):
     """The model's own logits of each row alone, without padding: a list of (length, V)."""
     return [model(input_ids=row[None, :attention.sum()], use_cache=False).logits[0]
             for row, attention in zip(rollout["ids"], rollout["attention"])]
-
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name, tmp_path, monkeypatch):
@@ -141,7 +136,6 @@ def test_right(name, tmp_path, monkeypatch):
     saved = transformers.AutoModel.from_pretrained(tmp_path / "value").state_dict()
     body = policy.base_model.state_dict()
     assert saved.keys() == body.keys() and all(torch.equal(saved[key], body[key]) for key in body)
-
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_one_line(name, tmp_path, capsys):

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,6 @@ PATCHES = {path.stem: path.read_text() for path in sorted((ROOT / "tests" / "for
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
-
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
     """Name of a patch -> the patched grpo.py as a module."""
@@ -36,11 +36,9 @@ def fork(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return load
 
-
 def surrogate(w, A, low, high):
     """What a token adds: nothing more is gained above `high` for A > 0, nor below `low` for A < 0."""
     return min(w, high) * A if A > 0 else max(w, low) * A
-
 
 def terms(name, logp, old, A, constant):
     """What each token of one completion adds to J by the paper, in floats; `constant` are the log-probs
@@ -60,11 +58,9 @@ def terms(name, logp, old, A, constant):
         return [surrogate(x, A, q ** 2 / q, math.sqrt(q) / q) for x, q in zip(w, p)]
     return [surrogate(x, A, 0.8, 1.28 if name == "dapo" else 1.2) for x in w]
 
-
 def weight(name, length):
     """Of a token in the sum over rows."""
     return {"dapo": 1, "tpo": 1, "dr_grpo": 1 / 8}.get(name, 1 / length)
-
 
 def rows(seed):
     """Six completions of 1 to 6 tokens, signs of A alternating: log-probs, old ones and the reference's up
@@ -75,7 +71,6 @@ def rows(seed):
     away = [tensor64([[rng.uniform(-2, 2) for _ in range(6)] for _ in lengths]) * mask for _ in "ab"]
     adv = [[rng.uniform(0.3, 2) * (-1) ** i] for i in range(6)]
     return old + away[0], old, old + away[1], tensor64(adv), mask
-
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -91,7 +86,8 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed, fork):
         for i, n in enumerate(lengths):
             kl = [math.exp(r - a) - (r - a) - 1 for r, a in zip(ref[i, :n].tolist(), x[i, :n].tolist())]
             gain = terms(name, x[i, :n].tolist(), old[i, :n].tolist(), adv[i, 0].item(), logp[i, :n].tolist())
-            total += weight(name, n) * (sum(gain) - 0.04 * sum(kl))
+            beta = 0 if name == "reinforce_pp" else 0.04  # its KL is in the reward
+            total += weight(name, n) * (sum(gain) - beta * sum(kl))
         return total
     x = logp.clone().requires_grad_()
     loss, stats = module.policy_loss(x, old, ref, adv, mask, args)
@@ -99,7 +95,6 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed, fork):
     torch.testing.assert_close(-torch.autograd.grad(loss, x)[0], slopes(J, logp), rtol=1e-5, atol=1e-7)
     if "clip_frac" in stats:  # tokens of both signs have met the clip
         assert 3 < stats["clip_frac"][0] < mask.sum() - 3
-
 
 @pytest.mark.parametrize("tokens", [30, 10 ** 6])
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -122,7 +117,6 @@ def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
     module.update(model, recorder, rollout, args)
     torch.testing.assert_close(recorder.gradients[0], expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
 
-
 @pytest.mark.parametrize("name, J", [("rloo", 0), ("dr_grpo", -4 / 8), ("dapo", -4), ("tpo", -4)])
 def test_how_rows_of_different_lengths_count(name, J, fork):
     """A = 1, -1, 1, -1 on rows of 2, 8, 4 and 2 tokens, w = 1: by row 0, by token 2 - 8 + 4 - 2."""
@@ -130,7 +124,6 @@ def test_how_rows_of_different_lengths_count(name, J, fork):
     logp, adv = -mask, tensor64([[1], [-1], [1], [-1]])
     args = settings(module, beta=0.0, max_new_tokens=8)
     assert -module.policy_loss(logp, logp, None, adv, mask, args)[0].item() == pytest.approx(J)
-
 
 @pytest.mark.parametrize("name, expected", [
     ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),  # 1 - 0, 0 - 1/3: against the mean of the other three
@@ -140,11 +133,9 @@ def test_advantages_of_one_right_completion_in_four(name, expected, fork):
     assert module.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == pytest.approx(expected)
     assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
 
-
 def test_tpo_leaves_what_is_near_the_mean(fork):
     """One right in 16: the mean is 1/16, and wrong ones, which were to be expected, teach nothing."""
     assert fork("tpo").group_advantages(torch.eye(16)[0], 16).tolist() == [1] + [0] * 15
-
 
 @pytest.mark.parametrize("A, p, at, J", [
     (1, 0.01, 0.5, 10), (1, 0.25, 0.6, 2), (1, 0.25, 0.4, 1.6), (1, 0.9, 0.99, 1.0541),
@@ -157,7 +148,6 @@ def test_tpo_aims_at_sqrt_p_and_p_squared(A, p, at, J, fork):
     loss, _ = module.policy_loss(*logp, None, tensor64([[A]]), tensor64([[1]]), settings(module))
     assert -loss.item() == pytest.approx(J, abs=1e-4)
 
-
 @pytest.mark.parametrize("A, J", [(1, 1.18136), (-1, -1.26280)])
 def test_gmpo_by_hand(A, J, fork):
     """Log-ratios .6, -.1, .2, clip .4: exp((.4 - .1 + .2) / 3) for A > 0, and exp(.7 / 3) for A < 0,
@@ -167,7 +157,6 @@ def test_gmpo_by_hand(A, J, fork):
     loss, _ = module.policy_loss(logp, 0 * logp, None, tensor64([[A]]), torch.ones_like(logp), args)
     assert -loss.item() == pytest.approx(J, abs=1e-5)
 
-
 @pytest.mark.parametrize("tau, at_three", [(1.0, 0.419974), (1.05, 0.388779), (4.0, 0.001341)])
 def test_sapo_has_slope_one_on_policy_and_fades(tau, at_three, fork):
     """d/dw = 4 s (1 - s) with s = sigmoid(tau (w - 1)): 1 at w = 1 for every tau; at w = 3 by hand."""
@@ -176,24 +165,23 @@ def test_sapo_has_slope_one_on_policy_and_fades(tau, at_three, fork):
     loss, _ = module.policy_loss(w.log(), 0 * w, None, tensor64([[1]]), torch.ones_like(w), args)
     assert (-2 * torch.autograd.grad(loss, w)[0]).tolist()[0] == pytest.approx([1, at_three], abs=1e-6)
 
-
-def collected(module, monkeypatch, rewards, lengths, **flags):
-    """`collect` on completions of the given lengths, each rewarded as given."""
+def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
+    """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
+    and, if there is one, of the reference."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
     rollout = {"ids": mask, "mask": mask, "texts": texts, "seconds": 1.0, "finished": mask[:, 0] > 0}
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
-    monkeypatch.setattr(common, "over_rollout", lambda *_: mask)
+    monkeypatch.setattr(common, "over_rollout", lambda _, model, *__: mask if model is None else mask * model)
     problems = [{"prompt": [3]}] * (len(lengths) // flags["group_size"])
-    return module.collect(None, None, None, problems, lambda *_: rewards, settings(module, **flags))
-
+    policy, reference = (*logps, None)[:2]
+    return module.collect(policy, reference, None, problems, lambda *_: rewards, settings(module, **flags))
 
 def test_dapo_punishes_length(fork, monkeypatch):
     """The paper's penalty at 20,480 tokens with a margin of 4,096: 0 up to 16,384, -1 at 20,480."""
     args = {"group_size": 4, "max_new_tokens": 20480}
     rollout, _ = collected(fork("dapo"), monkeypatch, [1, 1, 1, 0], [100, 16384, 18432, 20480], **args)
     assert rollout["rewards"].tolist() == pytest.approx([1, 1, 0.5, -1])
-
 
 def test_dapo_leaves_out_groups_without_right_and_wrong(fork, monkeypatch):
     """Also where the penalty makes the rewards of a group differ."""
@@ -203,6 +191,22 @@ def test_dapo_leaves_out_groups_without_right_and_wrong(fork, monkeypatch):
     assert [a > 0 for a in rollout["adv"][:, 0].tolist()] == [False] * 4 + [True, False]
     assert rollout["adv"][:4].abs().max() == 0 and rollout["adv"].shape == (6, 1)
 
+@pytest.mark.parametrize("rewards, lengths, beta", [
+    ([1, 0], [2, 1], 0.5), ([1, 0, 0, 1, 0, 1], [3, 1, 5, 5, 2, 4], 0.04)])
+def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(rewards, lengths, beta, fork, monkeypatch):
+    """Token by token in floats: the reward, less beta times the sum of the log-ratios to the reference from
+    this token on; then mean 0 and deviation 1 over all tokens. The first case by hand: 1.1, 1.2, -.1."""
+    logps = torch.tensor([[-0.3, -0.9, -0.5, -2, -1]]), torch.tensor([[-0.5, -0.5, -0.1, -1, -2]])
+    k1 = [a - b for a, b in zip(logps[0][0].tolist(), logps[1][0].tolist())]  # .2, -.4, -.4, -1, 1
+    module = fork("reinforce_pp")
+    short = [x[:, :max(lengths)] for x in logps]
+    rollout, _ = collected(module, monkeypatch, rewards, lengths, short, group_size=2, beta=beta)
+    to_go = [[r - beta * sum(k1[t:n]) for t in range(n)] for r, n in zip(rewards, lengths)]
+    every = [x for row in to_go for x in row]
+    mean, deviation = statistics.mean(every), statistics.stdev(every)
+    for adv, row in zip(rollout["adv"].tolist(), to_go):
+        assert adv[:len(row)] == pytest.approx([(x - mean) / deviation for x in row], rel=1e-3)
+    assert sum(lengths) > 3 or every == pytest.approx([1.1, 1.2, -0.1])
 
 def test_format_reward(fork, monkeypatch):
     """Work and then the answer on a last line earn a tenth of a right answer; both are logged apart."""
@@ -214,7 +218,6 @@ def test_format_reward(fork, monkeypatch):
     assert rollout["rewards"].tolist() == pytest.approx([1, 1.1, 1, 0.1])
     assert (stats["answer_reward"], stats["form_reward"], stats["reward"]) == pytest.approx((0.75, 0.5, 0.8))
 
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_runs_and_learns_the_toy(name, fork):
     """In four steps, from half of the answers right to over 70 %."""
@@ -225,15 +228,18 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
     assert (start["step"], first["step"], last["step"]) == (0, 1, 4)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
 
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):
     """At most 25 changed lines, 40 for DAPO; its docstring, which is its --help, opens with its name."""
     changed = [line for line in PATCHES[name].splitlines()[2:] if line[0] in "+-"]
     assert 0 < len(changed) <= (40 if name == "dapo" else 25)
-    titles = {"dr_grpo": "Dr. GRPO: ", "format_reward": "GRPO with a second reward"}
+    titles = {"dr_grpo": "Dr. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO with a second"}
     assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))
 
+def test_data_parallel_training_is_a_small_patch_over_the_four_files():
+    lines = PATCHES["torchrun"].splitlines()
+    files = [line for line in lines if line.startswith(("--- a/", "+++ b/"))]
+    assert len(files) == 8 and sum(line[0] in "+-" for line in lines) <= 75 + len(files)
 
 def test_the_readme_names_every_fork_and_shows_one():
     readme = (ROOT / "README.md").read_text()

@@ -14,7 +14,6 @@ import gspo
 
 AWAY = {"eps_low": 0.99, "eps_high": 100.0}  # a clip range that is never left
 
-
 def surrogate(rows, args, frozen=None):
     """The objective in floats, token by token: J summed over rows, and the tokens of clipped rows. The ratio
     of GSPO-token is s of the `frozen` log-probs times the token's own way from there."""
@@ -31,7 +30,6 @@ def surrogate(rows, args, frozen=None):
             penalty = (x - math.log(x) - 1) * (w if args.kl == "wk3" else 1)  # w_it, not s_i
             J, clipped = J + (min(s * A, held * A) - args.beta * penalty) / n, clipped + (held * A < s * A)
     return J, clipped
-
 
 @pytest.mark.parametrize("eps", [{"eps_low": 0.03, "eps_high": 0.05}, AWAY])
 @pytest.mark.parametrize("token_level", [False, True])
@@ -50,7 +48,6 @@ def test_value_gradient_and_statistics_equal_a_float_loop(eps, token_level, kl):
         assert [float(x) for x in stats["clip_frac"]] == [clipped, 18]
         assert [float(x) for x in stats["loss"]] == [loss.item(), 5]
 
-
 def test_the_ratio_does_not_grow_with_length():
     """Log-ratios of .001, summed over 100 tokens, would make 1.105; their mean makes 1.001."""
     for T in (1, 10, 100):
@@ -60,14 +57,12 @@ def test_the_ratio_does_not_grow_with_length():
         assert [-loss.item(), stats["ratio_max"].item()] == pytest.approx([1.0010005] * 2, abs=1e-9)
         torch.testing.assert_close(gradient, 0 * x - 1.0010005 / T, rtol=1e-6, atol=0)
 
-
 def test_float32_is_precise_enough_for_the_papers_clip_range():
     """Any step of the ratio taken in bfloat16 would miss by as much as the range is wide, 3e-4."""
     rows = random_rows(lengths=(100,) * 50, spread=1e-3)
     s = (rows["logp"] - rows["old_logp"]).mean(1, keepdim=True).exp()
     gradient = loss_of(gspo, {name: x.float() for name, x in rows.items()}, settings(gspo, **AWAY))[1]
     torch.testing.assert_close(gradient.double(), (-s * rows["adv"] / 100).expand(50, 100), rtol=3e-6, atol=0)
-
 
 def test_clip_frac_is_weighted_by_tokens_so_that_it_compares_with_grpos():
     """Rows of 5 + 1 + 2 tokens, the first clipped: 5/8 and not 1/3, also of two micro-batches."""
@@ -80,7 +75,6 @@ def test_clip_frac_is_weighted_by_tokens_so_that_it_compares_with_grpos():
         logged.append(stats | common.padding({"attention": mask[cut]}))
     assert common.means(logged, 0)["clip_frac"] == 5 / 8
 
-
 # --- updates, beside GRPO's
 
 def weights_after(script, **flags):
@@ -90,14 +84,12 @@ def weights_after(script, **flags):
     stats = trainer.update()
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), stats
 
-
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_an_update_equals_grpos_as_long_as_it_is_one_optimiser_step(minibatches):
     """At ratio 1 the gradients are the same; from the second minibatch on the ratio of the sequence tells."""
     ours, theirs = (weights_after(script, minibatches=minibatches, **AWAY)[0] for script in (gspo, grpo))
     apart = (ours - theirs).abs().max()
     assert apart < 1e-6 if minibatches == 1 else apart > 1e-4
-
 
 def test_the_papers_range_binds_in_an_update_and_a_token_range_does_not():
     """From the second minibatch on rows leave (1 - 3e-4, 1 + 4e-4), the default; few ever leave GRPO's .2."""
@@ -106,7 +98,6 @@ def test_the_papers_range_binds_in_an_update_and_a_token_range_does_not():
     _, narrow = weights_after(gspo, minibatches=4)
     _, wide = weights_after(gspo, minibatches=4, eps_low=0.2, eps_high=0.2)
     assert 0.05 < narrow["clip_frac"] <= 0.75 and wide["clip_frac"] == 0  # nothing is in the first minibatch
-
 
 # --- GSPO-token and the worked steps
 
@@ -126,23 +117,19 @@ LINES = {  # signs that are right, for what is a step, what is none, and what ma
     (0, -1): "7+2=9, 9-5=5|7+2=8 and 9-5=5|7+2=9=8|so 7+2=8|1000000002-1=1|0.5+2=7|2*3+1=4|7-2+5=7|1,002-1=1"
              "|8/2=3|5/0=0|0/0=0|0/0=1|9/0=999999999"}
 
-
 def spelt(text):
     return [PIECES.index(piece) for piece in text.split("|")]
-
 
 def sign_of(line):
     """The sign of a line that is a single token."""
     tokenizer = word_tokenizer(["<unk>", "<eos>", line + "\n"], "<eos>", "<unk>")
     return common.step_signs(make_batch([[0]], [[2]]), tokenizer).item()
 
-
 @pytest.mark.parametrize("signs", LINES)
 def test_a_line_is_a_true_step_a_false_one_or_none(signs):
     """A sign lost ("2-5=-3"), a number cut ("2-5=7" of "12-5=7"), a part read for the whole ("7+2-5=4")."""
     found = {line: sign_of(line) for line in LINES[signs].split("|")}
     assert not {line: sign for line, sign in found.items() if sign not in signs}
-
 
 def test_hostile_lines_cost_milliseconds():
     """No eval, no integer of a million digits, no backtracking."""
@@ -151,14 +138,12 @@ def test_hostile_lines_cost_milliseconds():
         assert sign_of(line) == sign_of("1+1=2" + " ." * many + line) == 0
     assert time.perf_counter() - began < 1
 
-
 def test_tokens_have_the_sign_of_the_line_in_which_they_begin():
     """Tokens of many characters, line ends inside them, rows of other lengths, equations in prompts."""
     prompts, texts, signs = zip(*COMPLETIONS)
     batch = make_batch([spelt(text) for text in prompts], [spelt(text) for text in texts])
     found = common.step_signs(batch, word_tokenizer(PIECES, "<eos>", "<unk>"))
     assert found.tolist() == [row + [0] * (9 - len(row)) for row in signs]
-
 
 def test_collect_neither_punishes_true_steps_nor_rewards_false_ones(monkeypatch):
     """All other tokens keep the advantage of their completion: a for the right one, -a for the wrong one."""

@@ -11,7 +11,6 @@ import grpo
 
 T = 0.6
 
-
 def full_logprobs(model, batch, temperature=T):
     """(N, T) log-probs by the definition, each row alone and without padding."""
     logp = torch.zeros_like(batch["mask"], dtype=torch.float64)
@@ -20,7 +19,6 @@ def full_logprobs(model, batch, temperature=T):
         logits = model(input_ids=ids[None]).logits[0].double()[-n - 1:-1]
         logp[i, :n] = torch.softmax(logits / temperature, -1)[torch.arange(n), ids[-n:]].log()
     return logp
-
 
 @pytest.mark.parametrize("temperature", [1.0, T])
 def test_equal_to_the_whole_log_softmax_in_value_and_gradient(family, temperature):
@@ -33,7 +31,6 @@ def test_equal_to_the_whole_log_softmax_in_value_and_gradient(family, temperatur
     ours, theirs = (torch.autograd.grad((x * push).sum(), weights) for x in (logp, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
 
-
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_float32_and_zero_outside_the_mask(dtype, close):
     """Whatever the model's dtype the result is float32; padding is exactly 0."""
@@ -41,7 +38,6 @@ def test_float32_and_zero_outside_the_mask(dtype, close):
     logp = common.token_logprobs(model, batch, T)
     assert logp.dtype == torch.float32 and not logp[batch["mask"] == 0].any()
     torch.testing.assert_close(logp.double(), full_logprobs(model, batch), rtol=0, atol=close)
-
 
 def test_the_end_of_sequence_token_is_trained():
     """With padding = eos = 1, completion [5, 6, eos] has three log-probs, and the last one's gradient by the
@@ -54,7 +50,6 @@ def test_the_end_of_sequence_token_is_trained():
     h = model.base_model(batch["ids"][:1, :5]).last_hidden_state[0, -1]
     torch.testing.assert_close(gradient, (1 - logp[0, 2].exp()) * h / T)
 
-
 def test_padding_on_the_right_has_no_effect(family):
     """More columns, of whatever ids, give the same log-probs."""
     model, batch = tiny_model(family, dtype=torch.float64), random_batch(5, seed=3)
@@ -63,7 +58,6 @@ def test_padding_on_the_right_has_no_effect(family):
     wide["mask"] = torch.nn.functional.pad(batch["mask"], (0, 3))
     expected = torch.nn.functional.pad(common.token_logprobs(model, batch, T), (0, 3))
     torch.testing.assert_close(common.token_logprobs(model, wide, T), expected, rtol=0, atol=1e-10)
-
 
 def test_a_row_without_completion_is_zero():
     """No NaN, in value or gradient, and the others keep theirs."""
@@ -76,13 +70,11 @@ def test_a_row_without_completion_is_zero():
     logp.sum().backward()
     assert (logp[1] == 0).all() and model.lm_head.weight.grad.isfinite().all()
 
-
 def test_only_completion_tokens_reach_the_head(monkeypatch):
     """No logits for prompts and padding: as many rows go through the head as the mask has ones."""
     batch, calls = random_batch(6, prompt=(20, 30)), spy(monkeypatch, common, "head_logits")
     common.token_logprobs(tiny_model(), batch, 1.0)
     assert sum(len(call.hidden) for call in calls) == batch["mask"].sum()
-
 
 @pytest.mark.parametrize("cut", [1, 30, 10**6])
 def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
@@ -97,7 +89,6 @@ def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
             new = common.token_logprobs(model, b, T)
             assert new.requires_grad and ((new - b["old_logp"]).exp() - 1).abs().max() < 1e-6
 
-
 def test_training_uses_no_mask(tmp_path, family, monkeypatch):
     """Rows padded on the right need none, as attention is causal: the fast kernels ask for that. With
     checkpointing each of the two layers runs twice."""
@@ -110,7 +101,6 @@ def test_training_uses_no_mask(tmp_path, family, monkeypatch):
     common.token_logprobs(model, random_batch(5), 1.0).sum().backward()
     assert len(calls) == 2 * 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
-
 # --- ChunkedLogProbs
 
 def full(hidden, weight, target, temperature):
@@ -118,17 +108,14 @@ def full(hidden, weight, target, temperature):
     log_p = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
     return log_p.gather(1, target[:, None])[:, 0]
 
-
 def case(dtype, M, V=61, H=16, scale=1.0):
     """Hidden states (M, H), weight (V, H), targets and numbers to weight a sum of log-probs with, (M,)."""
     torch.manual_seed(M)
     hidden, weight = ((torch.randn(n, H) * scale).to(dtype).requires_grad_() for n in (M, V))
     return hidden, weight, torch.randint(V, (M,)), torch.randn(M)
 
-
 def relative(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
 
 @pytest.mark.parametrize("dtype, value, slope", [
     (torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-5, 5e-3)])
@@ -143,7 +130,6 @@ def test_chunks_equal_the_whole(dtype, value, slope, temperature, M, scale):
     gradients = (torch.autograd.grad((x * push).sum(), [hidden, weight]) for x in (ours, theirs))
     assert all(relative(a, b) < slope and a.dtype == dtype for a, b in zip(*gradients))
 
-
 def test_bfloat16_gradients_of_the_head_are_summed_over_chunks_in_float32():
     """A sum over 400 chunks kept in bfloat16 would stall: this is as good as the rounding of its result."""
     hidden, weight, target, _ = case(torch.bfloat16, 400 * 256)
@@ -151,7 +137,6 @@ def test_bfloat16_gradients_of_the_head_are_summed_over_chunks_in_float32():
     target.fill_(3)
     sums = (f(hidden, weight, target, 1.0).sum() for f in (common.ChunkedLogProbs.apply, full))
     assert relative(*(torch.autograd.grad(x, weight)[0] for x in sums)) < 5e-3
-
 
 # --- memory
 
@@ -175,7 +160,6 @@ class Live(TorchDispatchMode):
                 self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
         return out
-
 
 def test_memory_is_a_twentieth_of_the_whole_log_softmax():
     """Forward and backward need the gradients and a chunk or two."""

@@ -13,10 +13,8 @@ import pytest
 import common
 from common import extract_answer, math_reward, readable
 
-
 def pairs(table):
     return [tuple(pair.strip().split(" ~ ")) for pair in table.split(" |")]
-
 
 EQUAL = pairs(r"""
 7 ~ 7 | 7 ~ 7. | 7 ~ 07 | 7 ~ 7.000 | -7 ~ - 7 | -7 ~ −7 | 0 ~ -0 | 12500 ~ 12,500 | 12500 ~ 12{,}500 |
@@ -52,10 +50,8 @@ HOSTILE = ["\\boxed{", "\\boxed{1}", "<answer>", "####", "{", "}", "\\", "$", "1
 INSIDE = ["(", "1,", "1 ", "{1", "√", "√99991", "√999983*", "\\frac", "\\frac{1}{", "a=", "(a,", "<", "±1,", "x^", "9",
           "+ ", "( )/", "/9e999", "(9e99x)", "1 ±(", "=,", "3 cm", "1,234%"]
 
-
 def paid(answer, gold):
     return math_reward(f"Thus $\\boxed{{{answer}}}$.", gold)
-
 
 @pytest.mark.parametrize("gold, answer", EQUAL)
 def test_pays_the_same_answer_in_another_spelling(gold, answer):
@@ -63,22 +59,18 @@ def test_pays_the_same_answer_in_another_spelling(gold, answer):
     assert math_reward(f"<answer> {answer} </answer>", gold) == 1.0
     assert math_reward(f"so\n#### {answer}\n", f"why\n#### {gold}") == 1.0
 
-
 @pytest.mark.parametrize("gold, answer", UNEQUAL)
 def test_never_pays_another_answer(gold, answer):
     assert paid(answer, gold) == paid(gold, answer) == math_reward(f"<answer>{answer}</answer>", gold) == 0.0
-
 
 def test_equality_is_symmetric():
     texts = [text for row in EQUAL + UNEQUAL for text in row]
     others = random.Random(0).sample(texts, len(texts))
     assert [paid(*row) for row in zip(texts, others)] == [paid(*row) for row in zip(others, texts)]
 
-
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
     assert [extract_answer(completion) for completion in NOTHING] == [None] * len(NOTHING)
-
 
 def test_gold_in_any_form_readable_or_not():
     for gold in ("42", 42, "#### 42", "6*7\n#### 42", "so \\boxed{42}", "<answer>42</answer>"):
@@ -87,7 +79,6 @@ def test_gold_in_any_form_readable_or_not():
     texts = (None, "", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
     for gold in (None, "", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
         assert not readable(gold) and not any(math_reward(text, gold) for text in texts), gold
-
 
 def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
     source = inspect.getsource(inspect.getmodule(math_reward))
@@ -100,7 +91,6 @@ def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
     for function in (extract_answer, common.term, common.canonical):
         examples = re.findall("'([^']*)' -> '([^']*)'", function.__doc__)
         assert examples and all(function(before) == after for before, after in examples), examples
-
 
 def test_a_number_in_any_of_its_spellings_equals_itself_and_not_its_neighbour():
     rng = random.Random(0)
@@ -118,7 +108,6 @@ def test_a_number_in_any_of_its_spellings_equals_itself_and_not_its_neighbour():
         for other in (value + 1, value - 1, value + Fraction(1, q), value * 10, -value - 1):
             assert value == other or paid(f"{other}", gold) == 0.0, (gold, other)
 
-
 def test_never_raises_and_pays_no_noise():
     rng = random.Random(0)
     alphabet = [*"0123456789.,-+*/^_=<>()[]{}%$!|&; \n\\axe\x00²√±π\ud83d\ue000", *"()/{}+ " * 2]
@@ -128,17 +117,14 @@ def test_never_raises_and_pays_no_noise():
         assert {paid(text, "123.75"), math_reward(f"<answer>{text}</answer>", text), paid("123.75", text)} <= {0.0, 1.0}
     assert not any(math_reward(junk, "7") for junk in (None, 7, b"\\boxed{7}", ["\\boxed{7}"], 7.0))
 
-
 def seconds(text, gold):
     return min(timeit.repeat(lambda: math_reward(text, gold), number=1, repeat=3))
-
 
 def test_linear_time_on_long_completions_and_bounded_time_on_any_answer():
     for piece in HOSTILE:  # ten times the length
         assert seconds(piece * 200_000, "42") < max(0.02, 30 * seconds(piece * 20_000, "42")), piece
     for piece, length in itertools.product(INSIDE, (400, 590, 5_300, 300_000)):
         assert seconds(f"\\boxed{{{piece * (length // len(piece))}7}}", "42" * 280) < 0.2, piece  # 0.02 here
-
 
 def test_gsm8k():
     paths = [folder / "shared/gsm8k/test.jsonl" for folder in pathlib.Path(__file__).resolve().parents]

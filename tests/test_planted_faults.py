@@ -104,7 +104,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("+= running.long()", "+= 1", "sampling: first_stop"),  # tokens after EOS
     ("{tokenizer.eos_token_id, *(", "{*(", "sampling: that_stop"),
     ("position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling: greedy and gpt2"),
-    ("behind >= (", "behind > (", "sampling: greedy and mistral"),  # a window one too wide
+    ("column <= at -", "column < at -", "sampling: greedy and mistral"),  # a window one too wide
     ("= new.transpose(1, 2)", "= new.transpose(1, 2) * 0.9", "sampling: greedy and llama"),  # the scale
     ("= cached[going]", "= cached[:len(going)]", "sampling: greedy and llama"),
     ("model.eval()  #", "model.train()  #", "sampling: greedy and llama"),
@@ -113,13 +113,13 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
      "sampling: replayed"),
     ("self.running[self.kept] =", "self.running = ~~self.running; self.running[self.kept] =",
      "sampling: replayed"),
-    ("recorded == (len(rows.kept), rows.width)", "recorded and recorded[0] == len(rows.kept)", "sampling: replayed"),
+    ("if shape == recorded:", "if recorded and shape[0] == recorded[0]:", "sampling: replayed"),
     (" if math.isfinite(value)}", "}", "cli: not_finite_is and grpo"),
     ("(args.eval_samples, args.temperature)", "(args.eval_samples, 1.0)", "sampling: counts_every_problem"),
     ("torch.manual_seed(args.seed)  #", "#", "sampling: same_numbers"),
     # models, problems, rewards
     ('"toy" if size < 1_000_000 else "real"', '"toy"', "cli: never_gets and grpo"),
-    ("torch.nn.init.zeros_(model.score.weight) ", "", "ppo: at_the_start and qwen2"),
+    ("torch.nn.init.zeros_(model.score.weight)", "", "ppo: at_the_start and qwen2"),
     ("copy.deepcopy(policy.base_model)", "policy.base_model", "ppo: at_the_start and qwen2"),
     ("device=weight.device)  #", "device=weight.device, dtype=weight.dtype)  #", "ppo: rounded and qwen2"),
     ("random.Random(str(row.get(args.question_column)))", "random.Random(str(row))", "data: lone_file"),
@@ -152,7 +152,6 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
 CASES = [(f"{path}.py", sound, faulty, f"{tests} and {path}" if " " in paths else tests)
          for paths, faults in FAULTS.items() for sound, faulty, tests in faults for path in paths.split()]
 
-
 def plant(path, sound, faulty, tests):
     """Run `tests` on a copy of the tree with the fault in it: pytest's exit status and its last words."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
@@ -172,7 +171,6 @@ def plant(path, sound, faulty, tests):
         status = pytest.main([f"tests/test_{name}.py" for name in names.split()] + options)
     return int(status), said.getvalue()[-2000:]
 
-
 @pytest.fixture(scope="module")
 def planted(request):
     """The results of the cases that were chosen, by their place in the table, as soon as they are there."""
@@ -182,7 +180,6 @@ def planted(request):
     context.set_forkserver_preload(LIBRARIES)
     with context.Pool(2, maxtasksperchild=1) as pool:
         yield {case: pool.apply_async(plant, CASES[case]) for case in chosen}
-
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{path}:{faulty}" for path, _, faulty, _ in CASES])
 def test_a_planted_fault_turns_a_test_red(case, planted):

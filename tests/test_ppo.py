@@ -12,10 +12,8 @@ from test_grpo import surrogate
 import common
 import ppo
 
-
 def ragged(*lengths):
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
-
 
 def double_sum(rewards, values, mask, gamma, lam):
     """GAE as the paper prints it, one row and one token at a time: A_t = sum_l (gamma lam)^l delta_{t+l}."""
@@ -27,14 +25,12 @@ def double_sum(rewards, values, mask, gamma, lam):
             adv[i, t] = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
     return adv
 
-
 def test_defaults_are_those_of_the_papers():
     args = ppo.parse_args([])
     assert (args.gamma, args.lam, args.beta, args.vf_coef, args.whiten) == (1, 0.95, 0.05, 0.1, True)
     assert (args.eps_low, args.eps_high, args.eps_value) == (0.2, 0.2, 0.2)
     assert (args.epochs, args.minibatches, args.group_size) == (4, 4, 1)
     assert args.lr["real"] == args.value_lr["real"] == 3e-6
-
 
 # --- (1) advantages
 
@@ -51,7 +47,6 @@ def test_gae_is_the_double_sum_and_neither_reads_nor_writes_padding(gamma, lam):
     torch.testing.assert_close(adv, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(returns, (expected + values) * mask, rtol=0, atol=1e-12)
 
-
 def test_whitening_is_over_completion_tokens_only():
     """Zeros or nonsense of the padding in mean and deviation would shift the advantages of short rows."""
     torch.manual_seed(0)
@@ -66,7 +61,6 @@ def test_whitening_is_over_completion_tokens_only():
     equal = ppo.whiten(torch.full((3, 6), 0.7).double(), mask)
     assert equal.abs().max() < 1e-6  # no noise is amplified
 
-
 # --- (4) the rewards of tokens
 
 def test_the_score_lands_on_the_last_sampled_token():
@@ -80,7 +74,6 @@ def test_the_score_lands_on_the_last_sampled_token():
     for i, t in itertools.product(range(3), range(4)):
         penalty = 0.3 * (old[i, t] - ref[i, t]) if t < [2, 4, 1][i] else 0.0
         assert rewards[i, t].item() == pytest.approx(float(paid[i, t] - penalty), abs=1e-12)
-
 
 def test_the_penalty_in_the_reward_has_the_gradient_of_the_kl_of_whole_sequences():
     """All 27 sequences of three steps: with gamma = lambda = 1 the tokens' penalties add up to the KL."""
@@ -104,7 +97,6 @@ def test_the_penalty_in_the_reward_has_the_gradient_of_the_kl_of_whole_sequences
     for one, other in zip(found, exact):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
-
 # --- (2), (3) and (5): both losses
 
 @pytest.mark.parametrize("seed, spread, shift", [(0, 0.4, 0), (1, 2.0, 0), (2, 0.3, -1.5)])
@@ -122,7 +114,6 @@ def test_the_policys_loss_equals_a_float_loop(seed, spread, shift):
     assert [float(x) for x in stats["loss"]] == [loss.item(), 5]
     assert stats["ratio_max"].item() == pytest.approx(largest)
 
-
 def value_loop(values, old, returns, mask, eps):
     loss = 0.0
     for i, t in mask.nonzero().tolist():
@@ -130,7 +121,6 @@ def value_loop(values, old, returns, mask, eps):
         held = min(max(V, V_old - eps), V_old + eps)
         loss += 0.5 * max((V - R) ** 2, (held - R) ** 2) / mask[i].sum().item()
     return loss
-
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_critics_loss_equals_a_float_loop(seed):
@@ -146,7 +136,6 @@ def test_the_critics_loss_equals_a_float_loop(seed):
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
     assert [float(x) for x in stats["value_loss"]] == [loss.item(), 4]
     assert ((gradient == 0) & (mask > 0)).any()
-
 
 # --- the critic
 
@@ -165,7 +154,6 @@ def critic(family, tmp_path):
         return model, policy
     return load
 
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_are_exactly_zero_at_the_start(critic, dtype):
     """A random head would make the first advantages noise: it is zero, on a copy of the policy; it learns."""
@@ -179,7 +167,6 @@ def test_values_are_exactly_zero_at_the_start(critic, dtype):
     values.sum().backward()
     assert model.training and model.score.weight.grad.abs().max() > 0
 
-
 def test_v_t_is_the_value_of_the_state_before_token_t(critic):
     """Against the critic run on each prefix alone. Nothing is random in training mode: dropout is off."""
     (model, _), batch = critic(head=1.0), random_batch(6, seed=3)
@@ -192,14 +179,12 @@ def test_v_t_is_the_value_of_the_state_before_token_t(critic):
             assert values[i, t].item() == pytest.approx(alone.item(), abs=1e-5)
     assert values.std() > 0.1 and (values[batch["mask"] == 0] == 0).all()
 
-
 def test_values_of_a_bfloat16_critic_are_not_rounded(critic):
     """Above 1 bfloat16 has only steps of .0078: too coarse for advantages and for small updates."""
     model, _ = critic("bfloat16", head=0.01)
     model.score.bias.data.fill_(1.0)
     values = common.token_values(model, random_batch(6)).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
-
 
 def test_the_critic_learns_what_follows_from_the_tokens_read():
     """A critic that never beats a constant makes PPO a costly REINFORCE."""
@@ -214,7 +199,6 @@ def test_the_critic_learns_what_follows_from_the_tokens_read():
         errors.append((rollout["returns"] - rollout["values"])[tokens].var())
         trainer.update()
     assert errors[-1] < 0.2 * rollout["returns"][tokens].var() < 0.3 * errors[0]
-
 
 # --- collect, update, a run
 
@@ -251,7 +235,6 @@ def test_collect_by_loops(group_size, whiten, beta):
     assert stats["explained_variance"] == pytest.approx(float(explained), abs=1e-4)
     assert ("ref_logp" in rollout, "kl" in stats) == (beta > 0, beta > 0)
 
-
 def test_the_gradients_of_an_update_from_whole_logits():
     """A row at a time: temperature, shift, row means, both clips, vf_coef, division by the rows."""
     trainer, rollout = Trainer(ppo, vf_coef=0.3, eps_value=0.02).moved()
@@ -274,7 +257,6 @@ def test_the_gradients_of_an_update_from_whole_logits():
     assert stats["loss"] == pytest.approx(-J.item(), rel=1e-5) and stats["clip_frac"] > 0.05
     assert stats["value_loss"] == pytest.approx(L.item(), rel=1e-5)
 
-
 def test_policy_and_critic_are_trained_apart():
     """One optimiser or one clipped norm for both would let the loss of the one move, or starve, the other."""
     def weights_after(vf_coef=0.1, **scales):
@@ -290,7 +272,6 @@ def test_policy_and_critic_are_trained_apart():
         assert torch.equal(other[0], policy) and not torch.equal(other[1], value)
     other = weights_after(adv=-50.0)
     assert torch.equal(other[1], value) and not torch.equal(other[0], policy)
-
 
 def test_a_run_has_adams_epsilon_of_the_papers_and_a_learning_rate_for_each_model(here, spread):
     train(ppo, TINY + " --value_lr 0.02")

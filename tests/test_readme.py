@@ -15,18 +15,15 @@ import test_equations
 README = (ROOT / "README.md").read_text()
 SCRIPTS = {"common": common, "grpo": grpo, "gspo": gspo, "ppo": ppo}
 
-
 def table(start):
     """The rows below the header that starts so, as lists of cells."""
     lines = README[README.index(start):].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
-
 def same(cells, values):
     """Each cell is its value, rounded to as many digits as are printed."""
     for cell, value in zip(cells, values, strict=True):
         assert abs(float(cell) - value.item()) <= 0.5001 * 10 ** -len(cell.partition(".")[2]), (cell, value)
-
 
 def test_one_step_by_hand():
     *tokens, losses = table("| o | token |")
@@ -49,7 +46,6 @@ def test_one_step_by_hand():
         assert [cell == "clip" for cell in printed] == (slopes == 0).tolist()
         same([cell.replace("clip", "0") for cell in printed] + [losses[column]], [*slopes, loss / 4])
 
-
 def test_kl_estimators():
     """Exact means over four tokens, each with its probability under pi, and gradients by the logits of pi."""
     z, ref = tensor64([0.3, -0.5, 1.1, 0]).requires_grad_(), tensor64([[0, 0.4, 0.2, -0.7]]).log_softmax(1).T
@@ -65,14 +61,13 @@ def test_kl_estimators():
     for row, value in zip(table("| estimator |"), means, strict=True):
         same([row[1], *row[2].split(",")], [value, *torch.autograd.grad(value, z, retain_graph=True)[0]])
 
-
 def test_changed_lines_names_commands_and_metrics():
     diffs = re.findall(r"`diff (\w+\.py) (\w+\.py)` has\s(\d+)", README)
     assert len(diffs) == 2
     for one, other, count in diffs:
         done = subprocess.run(["diff", one, other], cwd=ROOT, capture_output=True, text=True)
         assert len(re.findall("^[<>]", done.stdout, re.M)) == int(count)
-    changed = {path.stem: sum(line[0] in "+-" for line in path.read_text().splitlines()[2:])
+    changed = {path.stem: len(re.findall(r"^[+-](?!\+\+ |-- )", path.read_text(), re.M))
                for path in (ROOT / "tests" / "forks").glob("*.patch")}
     assert {row[0].strip("`"): int(row[3]) for row in table("| fork |")} == changed
     assert all(hasattr(test_equations, name) for name in re.findall(r"`(test_\w+)`", README))
@@ -81,7 +76,6 @@ def test_changed_lines_names_commands_and_metrics():
         SCRIPTS[name].parse_args(flags.split())
     listed = set(re.findall(r"`(\w+)`", "".join(row[0] for row in table("| number |"))))
     assert listed >= (KEYS | PPO_KEYS | {"eval_accuracy", "eval_sampled_accuracy"}) - {"step"}
-
 
 def test_the_rewards_of_the_readme():
     exec(re.search(r"```python\n(.*?)```", README, re.S)[1], names := {"common": common})

@@ -29,25 +29,20 @@ every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
 STEADY = f"{TINY} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
 CLOCK = {"seconds", "rollout_tokens_per_s", "update_tokens_per_s", "peak_memory_gb"}  # what no two runs share
 
-
 def rows(out):
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-
 
 def files(path):
     """Every file below `path` and what it holds."""
     return {str(f.relative_to(path)): f.read_bytes() for f in sorted(Path(path).rglob("*")) if f.is_file()}
 
-
 def checkpoints(out):
     return common.checkpoints(types.SimpleNamespace(out=out))
-
 
 def resume(script, out, flags=""):
     """Continue a run as another process would, with other random numbers."""
     torch.manual_seed(99)
     return train(script, f"--resume {flags}", out=out)
-
 
 def same_runs(one, two):
     """Two runs ended in the same weights, optimiser state and metrics; nothing half-made lies beside them."""
@@ -60,7 +55,6 @@ def same_runs(one, two):
         assert same(load(a / name), load(b / name)), f"{name} differs"
     timeless = [[{k: v for k, v in row.items() if k not in CLOCK} for row in rows(out)] for out in (one, two)]
     assert timeless[0] == timeless[1]
-
 
 # ---- Bit-equal -----------------------------------------------------------------------------------
 
@@ -76,7 +70,6 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(script, cut, t
     assert newest("part").name == f"step-{cut}"
     assert [row["step"] for row in resume(script, "part", f"--steps {total}")] == list(range(total + 1))
     same_runs("whole", "part")
-
 
 def test_processes_killed_at_a_random_moment_are_resumed_bit_equal():
     """All three scripts, by SIGKILL, while they save after every step; resumed in this process."""
@@ -102,12 +95,10 @@ def test_processes_killed_at_a_random_moment_are_resumed_bit_equal():
         train(script, f"{flags} {more} --steps {total}", out=f"{script.__name__}-whole")
         same_runs(script.__name__, f"{script.__name__}-whole")
 
-
 # ---- Kills, a full disk, Ctrl-C ------------------------------------------------------------------
 
 class Killed(BaseException):
     """Raised inside a run where a kill might come."""
-
 
 @pytest.mark.parametrize("script, module, name, calls", [
     (ppo, torch, "save", 1), (grpo, torch, "save", 2), (gspo, Path, "rename", 2), (ppo, Path, "rename", 3),
@@ -131,7 +122,6 @@ def test_a_kill_inside_a_save_loses_nothing(script, module, name, calls, spread,
         assert whole <= files(checkpoint).keys(), "half a checkpoint"
     resume(script, "part")
     same_runs("whole", "part")
-
 
 def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_harm(spread, monkeypatch):
     """step-9 beside step-10, a half-made checkpoint, rows of steps not saved, half a last row. args.json holds
@@ -157,7 +147,6 @@ def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_har
     assert "args.json" in replaced
     same_runs("whole", "part")
 
-
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
     """Stood in for by a limit on the size of a file: the weights, then the optimiser, cannot be written."""
@@ -174,7 +163,6 @@ def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
     resume(grpo, "part", "--steps 3")
     same_runs("whole", "part")
 
-
 def press_ctrl_c(patch, module, name, call, times=1):
     """When module.name is called for the `call`-th time."""
     real, count = getattr(module, name), itertools.count(1)
@@ -184,7 +172,6 @@ def press_ctrl_c(patch, module, name, call, times=1):
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args, **kwargs)
     patch.setattr(module, name, pressed)
-
 
 @every_script
 @pytest.mark.parametrize("where", ["collect", "update"])
@@ -198,7 +185,6 @@ def test_ctrl_c_finishes_and_saves_the_step_and_leaves_with_130(script, where, s
     resume(script, "part")
     same_runs("whole", "part")
 
-
 def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, monkeypatch, capsys):
     with monkeypatch.context() as patch, refused(capsys, "interrupted", status=130):
         press_ctrl_c(patch, common, "score", 1)
@@ -209,7 +195,6 @@ def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, mon
         press_ctrl_c(patch, grpo, "collect", 1, times=2)
         resume(grpo, "run", "--steps 3")
     assert left.value.code == 130 and files(newest()) == before and "Traceback" not in capsys.readouterr().err
-
 
 # ---- What is the user's, whose --out it is, what cannot be resumed -------------------------------
 
@@ -229,7 +214,6 @@ def test_nothing_of_the_users_is_removed(spread):
     common.save_checkpoint(args, 5, char_tokenizer(), {}, {})
     assert {"step-5", "step-1000"} <= {path.name for path in Path("run").iterdir()}
 
-
 def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(capsys, monkeypatch):
     def starting(flags):
         barrier, found = threading.Barrier(8), []
@@ -246,7 +230,6 @@ def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(
     assert starting("--out mine") == ["mine"] and capsys.readouterr().err.count("\n") == 7
     found = starting("")
     assert len(set(found)) == len(found) > 0 and all(out.startswith("runs/grpo") for out in found)
-
 
 @every_script
 def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(script, spread, capsys):
@@ -273,7 +256,9 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(scri
     path.write_bytes(whole["optimizer.pt"])
     assert len(resume(script, "run", "--steps 2")) == 3
 
-
+def test_a_run_with_a_moving_reference_goes_on_without_one(spread):
+    train(grpo, f"{STEADY} --beta 0.1 --ref_every 1")
+    assert [row["step"] for row in resume(grpo, "run", "--beta 0 --steps 3") if "kl" not in row][-1] == 3
 
 def test_damaged_or_lost_metrics_come_back_from_the_checkpoint(spread):
     train(grpo, f"{STEADY} --steps 5")
@@ -283,7 +268,6 @@ def test_damaged_or_lost_metrics_come_back_from_the_checkpoint(spread):
     assert Path("run/metrics.jsonl").read_bytes().startswith(before)
     Path("run/metrics.jsonl").unlink()
     assert [row["step"] for row in resume(grpo, "run", "--steps 7")] == [0, 1, 2, 3, 4, 5, 6, 7]
-
 
 def test_another_script_model_data_set_or_reward_is_refused_and_harms_nothing(spread, capsys):
     train(grpo, STEADY)
@@ -299,7 +283,6 @@ def test_another_script_model_data_set_or_reward_is_refused_and_harms_nothing(sp
         with refused(capsys, "--resume", f"--out {out}"):
             grpo.parse_args(["--resume", "--out", out])
     assert files("run") == before and len(resume(grpo, "run", "--steps 2")) == 3
-
 
 def test_flags_given_again_override_and_are_kept_and_a_finished_run_says_so(spread, capsys):
     train(ppo, f"{TINY} --temperature 0.7 --no-whiten --lam 0.5 --system_prompt Why --gradient_checkpointing")

@@ -14,7 +14,6 @@ import grpo
 
 PROMPTS = [[5, 6, 7], [9], [1, 0, 8, 3, 3, 2], [4, 1], [60, 61, 62, 63], [10], [20, 21], [0]]  # 1 is eos
 
-
 def completions_of(rollout, prompts):
     """The completions as lists. The rollout must be prompts, then completions, padded on the right up to the
     longest, its attention and mask ones and then zeros, its texts the decoded completions."""
@@ -25,7 +24,6 @@ def completions_of(rollout, prompts):
     special = (1, 2)
     assert rollout["texts"] == ["".join(f"t{i}" for i in c if i not in special) for c in completions]
     return completions
-
 
 # --- layout
 
@@ -42,7 +40,6 @@ def test_completions_end_with_their_first_stop_token(pad):
     assert completions_of(rollout, prompts) == [[3, 4, 1], [3, 4, 5, 6, 7], [1], [3, 3, 2], [3, 3, 3, 3, 1]]
     assert rollout["finished"].tolist() == [True, False, True, True, True]
 
-
 @pytest.mark.parametrize("prompts, G, T", [(PROMPTS, 1, 9), (PROMPTS[:3], 4, 7), ([[5, 6], [7, 8]], 3, 1)])
 def test_rows_of_a_prompt_lie_side_by_side(prompts, G, T):
     """P prompts, G completions each: row i answers prompt i // G; every row has between 1 and T tokens."""
@@ -55,7 +52,6 @@ def test_rows_of_a_prompt_lie_side_by_side(prompts, G, T):
     assert not any(token in stops for c in completions for token in c[:-1])
     assert rollout["finished"].tolist() == [c[-1] in stops for c in completions]
 
-
 def test_tokens_that_stop():
     """Those of generation_config, one or several, and the tokenizer's; neither need have any."""
     model = tiny_model()
@@ -63,7 +59,6 @@ def test_tokens_that_stop():
         model.generation_config.eos_token_id = listed
         assert common.stop_ids(model, tiny_tokenizer()) == expected
     assert common.stop_ids(model, tiny_tokenizer(eos=None)) == []
-
 
 # --- which tokens
 
@@ -73,7 +68,6 @@ FAMILIES = [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("gpt2", {}), ("phi3", 
             ("qwen2", MIXED), ("mistral", WINDOW),  # one layer sees the last four positions only, or both do
             ("gemma3_text", MIXED | {"query_pre_attn_scalar": 2, "head_dim": 8}),  # attention's scale is not
             ("gpt2", {"scale_attn_by_inverse_layer_idx": True})]                   # 1 / sqrt(head width)
-
 
 @pytest.mark.parametrize("family, config", FAMILIES)
 @torch.no_grad()
@@ -100,14 +94,12 @@ def test_greedy_tokens_are_those_of_transformers(family, config, monkeypatch):
     shapes = [tuple(call.ids.shape) for call in calls]
     assert shapes[0] == (8, 6) and {S for _, S in shapes[1:]} == {1} and shapes[-1][0] < 8
 
-
 @pytest.mark.parametrize("family, config, word", [
     ("granite", {"logits_scaling": 8.0}, "after the head"), ("gemma2", {"pad_token_id": 0}, "after the head"),
     ("mamba", {}, "cannot be sampled"), ("gpt2", {"attn_pdrop": 0.5}, "training mode")])
 def test_a_family_that_cannot_be_sampled_or_scored_is_refused(capsys, family, config, word):
     with refused(capsys, "--model", word):
         common.check_model(tiny_model(family, **config), settings(grpo, max_prompt_tokens=16))
-
 
 def test_sampling_stops_when_all_rows_have():
     """No forward passes for rows that are all done."""
@@ -116,7 +108,6 @@ def test_sampling_stops_when_all_rows_have():
     model.base_model.register_forward_hook(lambda *_: calls.append(1))
     rollout = common.generate(model, tiny_tokenizer(), PROMPTS, 2, 100)
     assert len(calls) <= 4 and rollout["mask"].tolist() == [[1]] * 16
-
 
 def chi_square(model, prompts, T, temperature, draws=8000, vocab=6, stop=1):
     """Per prompt: sum (seen - expected)^2 / expected in standard deviations from its mean, for every possible
@@ -139,7 +130,6 @@ def chi_square(model, prompts, T, temperature, draws=8000, vocab=6, stop=1):
         results.append((sum((n - e) ** 2 / e for n, e in cells) - df) / math.sqrt(2 * df))
     return results
 
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @torch.no_grad()
 def test_samples_come_from_the_distribution_of_token_logprobs(family, temperature):
@@ -148,7 +138,6 @@ def test_samples_come_from_the_distribution_of_token_logprobs(family, temperatur
     model = tiny_model(family, vocab_size=6, seed=1, tie_word_embeddings=False)
     model.get_output_embeddings().weight.div_(model(torch.tensor([[3, 4, 2]])).logits[0, -1].std())
     assert max(chi_square(model, [[3, 4, 2], [5]], 2, temperature)) < 5
-
 
 @pytest.mark.parametrize("setting", [
     {"do_sample": True, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "temperature": 0.7},  # Qwen's
@@ -162,7 +151,6 @@ def test_generation_config_is_ignored(tmp_path, setting):
     assert max(chi_square(model, [[3, 4, 4, 5, 6, 7, 8, 9]], 1, 1.0, vocab=48)) < 5
     assert common.generate(model, tiny_tokenizer(), [[3]] * 4, 4, 6)["mask"].shape[1] > 1
 
-
 def test_sampling_depends_on_the_seed_alone():
     """The same seed draws the same rollout, another seed another one: what resuming rests on."""
     model, drawn = tiny_model(), []
@@ -170,7 +158,6 @@ def test_sampling_depends_on_the_seed_alone():
         torch.manual_seed(seed)
         drawn.append(common.generate(model, tiny_tokenizer(), PROMPTS, 2, 8)["ids"].tolist())
     assert drawn[0] == drawn[1] != drawn[2]
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False])
@@ -185,7 +172,6 @@ def test_a_rollout_leaves_the_model_as_it_was(family, dtype, training, monkeypat
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert not any(call.result.requires_grad for call in calls)
 
-
 # --- a CUDA graph, acted out on a CPU
 
 class Graph:
@@ -197,10 +183,10 @@ class Graph:
         self.replays += 1
         for op, args, kwargs, out in self.ops:
             new = op(*args, **kwargs)
-            if all(result.alias_info is None for result in op._schema.returns):  # neither a view nor in place
+            new_tensors = not isinstance(new, int) and all(x.alias_info is None for x in op._schema.returns)
+            if new_tensors:  # neither a view nor in place
                 for old, value in zip(out, new) if isinstance(out, tuple) else [(out, new)]:
                     old.copy_(value)
-
 
 class Recording(TorchDispatchMode):
     """Stands in for torch.cuda.graph: notes down operations, none of which has happened afterwards. To look
@@ -228,7 +214,6 @@ class Recording(TorchDispatchMode):
         self.ops.append((op, args, kwargs or {}, out))
         return out
 
-
 @pytest.mark.upkeep
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_replayed_graphs_write_what_single_calls_do(family, temperature, monkeypatch):
@@ -254,7 +239,6 @@ def test_replayed_graphs_write_what_single_calls_do(family, temperature, monkeyp
     for name in ("ids", "attention", "mask", "finished"):
         assert torch.equal(rollouts[0][name], rollouts[1][name]), name
     assert len(calls) <= 1 + 2 * len(graphs) and sum(g.replays for g in graphs) > 40 and len(graphs) > 4
-
 
 # --- evaluation
 
@@ -286,7 +270,6 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
     assert result == pytest.approx(expected)
     assert {(c.temperature, c.max_new_tokens) for c in calls} == {(0.0, 5), (0.6, 5)}
     assert all(len(c.prompts) * c.group_size <= max(rows, c.group_size) for c in calls)
-
 
 def test_evaluate_draws_the_same_numbers_every_time():
     """Two evaluations of one policy agree, whatever was drawn before."""

@@ -13,11 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TOY = ROOT / "tests" / "toy"
 SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open()] for name in ("train", "test")}
 
-
 def value(text):
     """"7+2-5" -> 4, by another way than make.py's: a sum of signed digits."""
     return sum(map(int, text.replace("-", "+-").split("+")))
-
 
 def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
     rows = SPLITS["train"] + SPLITS["test"]
@@ -27,7 +25,6 @@ def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
         for end, step in zip(range(1, len(text), 2), steps):
             assert step == f"{value(text[:end])}{text[end:end + 2]}={value(text[:end + 2])}"
     assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520 and len(SPLITS["test"]) > 2500
-
 
 def test_the_warm_up_is_given_training_problems_only(monkeypatch):
     monkeypatch.syspath_prepend(TOY)
@@ -41,7 +38,6 @@ def test_the_warm_up_is_given_training_problems_only(monkeypatch):
     assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
     assert sum(worked) == 20 * make.WORKED and len(given) - sum(worked) == 20 * make.GUESSED
 
-
 def test_transformers_and_datasets_read_the_directory(tmp_path):
     import datasets
     found = datasets.load_dataset(str(TOY), cache_dir=str(tmp_path))
@@ -52,7 +48,6 @@ def test_transformers_and_datasets_read_the_directory(tmp_path):
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer)) == (17, 18, 19, 20)
     assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 18
     assert sum(path.stat().st_size for path in TOY.iterdir() if path.is_file()) <= 1_500_000
-
 
 @pytest.mark.upkeep
 def test_make_makes_the_same_data_and_both_models_have_the_two_habits(tmp_path):
@@ -69,7 +64,6 @@ def test_make_makes_the_same_data_and_both_models_have_the_two_habits(tmp_path):
             (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
         shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
         assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares
-
 
 def test_the_program_itself_warms_up_on_the_training_split(monkeypatch, tmp_path):
     class Seen(Exception):
