@@ -93,6 +93,6 @@ def test_every_command_of_the_readme_parses(monkeypatch, tmp_path):
 def test_the_readme_names_no_flag_that_is_not_there():
     """Of the scripts, of a program in tests, or of a fork."""
     programs = [*SOURCE.values(), *(path.read_text() for path in (ROOT / "tests").glob("**/*.p[ya]*"))]
-    flags = set(re.findall(r'add\w*\(\s*"--([a-z]\w+)', "".join(programs))) | {"help", "nproc_per_node"}
+    flags = set(re.findall(r'add\w*\(\s*"--([a-z]\w+)', "".join(programs))) | {"help", "nproc_per_node", "standalone"}
     named = set(re.findall(r"`[^`\n]*?--(?:no-)?([a-z]\w+)", README))
     assert named and not named - flags
