@@ -5,7 +5,8 @@
 
 A run is its directory or a .jsonl file such as its metrics.jsonl. Runs whose names differ only in a trailing
 -seed0 or -s0 are one line: the mean at the steps that all of them have, with a band of one standard deviation
-on either side. A quantity that no run has logged gets no panel.
+on either side. A quantity that no run has logged gets no panel. With --of there is one quantity, and a panel for
+each directory that holds runs.
 """
 import argparse
 import collections
@@ -25,9 +26,9 @@ def fail(message):
     sys.exit(2)
 
 def read_run(run):
-    """The name of a run without its seed, and {step: its numbers}."""
+    """The directory that holds a run, its name without the seed, and {step: its numbers}."""
     path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
-    name = path.resolve().parent.name if path.name == "metrics.jsonl" else path.stem
+    whole = path.resolve().parent if path.name == "metrics.jsonl" else path.resolve().with_suffix("")
     steps = {}
     try:
         lines = path.read_text().splitlines()
@@ -41,7 +42,7 @@ def read_run(run):
             continue
     if not steps:
         fail(f"{path}: has no line with a step; is it a metrics.jsonl?")
-    return re.sub(r"-s(eed)?[0-9]+$", "", name), steps
+    return whole.parent.name, re.sub(r"-s(eed)?[0-9]+$", "", whole.name), steps
 
 def curve(runs, key):
     """Steps at which all runs have `key`, its means over the runs and its standard deviations."""
@@ -50,45 +51,56 @@ def curve(runs, key):
     deviations = [statistics.stdev(at) if len(at) > 1 else 0.0 for at in values]
     return steps, [statistics.mean(at) for at in values], deviations
 
-def draw(groups, out):
-    """A panel per quantity, a line per group of runs: {name: [{step: numbers}]}."""
+def draw(panels, args):
+    """Panels (title, quantity, {name: [{step: numbers}]}), with a line per name."""
     import matplotlib
     matplotlib.use("Agg")  # a file, no window
     import matplotlib.pyplot as plt
-    shown = [key for key in PANELS if any(curve(runs, key)[0] for runs in groups.values())]
-    if not shown:
-        fail(f"nothing to draw: none of {', '.join(PANELS)} is in these runs")
-    columns = min(4, len(shown))
-    figure, axes = plt.subplots(-(-len(shown) // columns), columns, figsize=(12, 7), squeeze=False)
-    for axis in axes.flat[len(shown):]:
+    columns = -(-len(panels) // 2)
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(12, 7), squeeze=False)
+    for axis in axes.flat[len(panels):]:
         axis.remove()
-    for key, axis in zip(shown, axes.flat):
+    for (title, key, groups), axis in zip(panels, axes.flat):
         for i, (name, runs) in enumerate(groups.items()):
             steps, means, deviations = curve(runs, key)
             low, high = ([m + sign * d for m, d in zip(means, deviations)] for sign in (-1, 1))
             axis.plot(steps, means, color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
                       markersize=3, linewidth=1.4, label=f"{name} ({len(runs)} run{'s' * (len(runs) > 1)})")
             axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
-        axis.set_title(PANELS[key], fontsize=10)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
-        axis.tick_params(labelsize=8)
+        axis.set_yscale(args.scale)
+        axis.tick_params(labelsize=8, which="both")
         axis.grid(alpha=0.3)
-    labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(*labels, loc="upper center", ncol=5, frameon=False, fontsize=10)
-    figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.035 * (-(-len(groups) // 5))))
-    figure.savefig(out, dpi=100)
+        if args.of:
+            axis.legend(fontsize=8)
+    if args.of:
+        figure.suptitle(PANELS.get(args.of, args.of))
+        figure.tight_layout()
+    else:  # the same lines in all panels: one legend
+        handles, names = axes.flat[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="upper center", ncol=5, frameon=False, fontsize=10)
+        figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.035 * (-(-len(names) // 5))))
+    figure.savefig(args.out, dpi=100)
 
 if __name__ == "__main__":
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run, or a .jsonl file")
     parser.add_argument("--out", required=True, metavar="FILE.png", help="picture to write")
+    parser.add_argument("--of", metavar="QUANTITY", help=f"draw one such as {list(PANELS)[0]}, a panel per directory")
+    parser.add_argument("--scale", choices=["linear", "log", "logit"], default="linear", help="of the quantities")
     args = parser.parse_args()
-    groups = collections.defaultdict(list)
-    for name, steps in map(read_run, args.runs):
-        groups[name].append(steps)
+    folders = collections.defaultdict(lambda: collections.defaultdict(list))
+    for folder, name, steps in map(read_run, args.runs):
+        folders[folder if args.of else ""][name].append(steps)
+    wanted = {args.of: args.of} if args.of else PANELS
+    panels = [(folder or wanted[key], key, groups) for key in wanted for folder, groups in folders.items()
+              if any(curve(runs, key)[0] for runs in groups.values())]
+    if not panels:
+        fail(f"nothing to draw: none of {', '.join(wanted)} is in these runs")
     try:
-        draw(groups, args.out)
+        draw(panels, args)
     except ModuleNotFoundError as error:
         fail(f"{error}; to install it: pip install matplotlib")
     except (OSError, ValueError) as error:  # no such directory, an ending that is no picture's
