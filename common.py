@@ -650,7 +650,7 @@ def parse(parser, argv):
         try:
             saved = json.loads(Path(args.out, "args.json").read_text())
         except (OSError, ValueError, TypeError):  # TypeError: no --out
-            fail(f"--resume: there is no run in --out {args.out}; remove it to start anew")
+            fail(f"--resume: --out {args.out} holds no run to continue")
         parser.set_defaults(**saved)
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
         for name in ("script", "model", "dataset", "reward_model"):
