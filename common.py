@@ -377,15 +377,11 @@ def settle(args, policy, trained_models=1):
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     if size < 1_000_000 and args.device == "cpu":
-        torch.set_num_threads(1)  # more gain nothing on products this small
+        torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
     per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter in bfloat16, gradients included
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
         fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory: try --offload_optimizer, --beta 0")
-    copies = 1 if args.resume or args.save_every >= args.steps else 2  # the new checkpoint beside the old one
-    saved = copies * size * 14 * trained_models
-    if saved > shutil.disk_usage(args.out).free:
-        fail(f"--out {args.out}: needs {saved / 1e9:.0f} GB of disk for {copies} checkpoint(s), see --save_every")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
     print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
     check_model(policy, args)
@@ -721,7 +717,11 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """Load the newest checkpoint, if there is one in --out. Returns its step, else 0."""
+    """Load the newest checkpoint in --out and return its step, or 0. Stop if the disk cannot hold the next one."""
+    copies = 1 if checkpoints(args) or args.save_every >= args.steps else 2  # 2: a new one beside the old one
+    size = 14 * copies * sum(m.numel() for optimizer in optimizers.values() for m in optimizer.masters.values())
+    if size > shutil.disk_usage(args.out).free:
+        fail(f"--out {args.out}: needs {size / 1e9:.1f} GB of disk for {copies} checkpoint(s), see --save_every")
     if not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]

@@ -87,7 +87,7 @@ def load(name, path):
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     args = ppo.parse_args(["--model", str(path), "--device", "cpu", "--dtype", "float32",
-                           "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--out", "."])
+                           "--max_prompt_tokens", "24", "--max_new_tokens", "12"])
     policy, tokenizer = common.load_policy(args)
     common.settle(args, policy)
     return policy, tokenizer

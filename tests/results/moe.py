@@ -64,7 +64,7 @@ def compare(old, new, rollout):
 
 def measure(model):
     """Train as grpo.py does, from three seeds, and print what compare finds in the steps of MEASURED."""
-    args, found = grpo.parse_args(["--model", model, "--out", "."]), {}
+    args, found = grpo.parse_args(["--model", model]), {}
     start, tokenizer = common.load_policy(args)
     common.settle(args, start)
     problems, _ = common.load_problems(args, tokenizer)
