@@ -602,7 +602,7 @@ def add_args(parser):
     """The flags that are the same in every script."""
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model and problems").add_argument
-    add("--model", default=TOY, help="causal language model: a directory or a hub name")
+    add("--model", default=TOY, help="directory or hub name; below a million parameters it is a toy in what follows")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv or .parquet file, directory or hub name")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; data without splits have a fifth held out")
@@ -680,8 +680,8 @@ def launch(main, args):
     except KeyboardInterrupt:
         fail("interrupted; what was saved before is as it was", 130)
     except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens (for the update), --prompts, --group_size or "
-             "--max_new_tokens (for sampling), or give --offload_optimizer or --beta 0")
+        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts, --group_size or --max_new_tokens "
+             "(sampling), or give --offload_optimizer or --beta 0")
     except (OSError, ImportError) as error:  # a full disk, no TensorBoard
         fail(f"{error}; what was saved before is as it was")
     finally:
