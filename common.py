@@ -45,8 +45,8 @@ def token_values(model, batch, temperature=None):
     return values.new_zeros(batch["mask"].shape).index_put(place, values)
 
 def completion_states(model, batch):
-    """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states that predict them
-    (M, H), and their ids (M,). A token is predicted one position before its own: here is the only shifted index."""
+    """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states (M, H) that predict
+    them, one position before their own (the only shifted index here), and their ids (M,)."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
@@ -102,8 +102,8 @@ def minibatches(rollout, count, group_size):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens):
-    """Cut `batch` into micro-batches of at most `tokens` positions, padding included; a longer row is alone. Rows
-    are sorted by length and trimmed to the longest; a row 15 % and 8 positions shorter begins the next."""
+    """Cut `batch` into micro-batches of at most `tokens` positions, padding included, or a single row. Rows are
+    sorted by length and trimmed to the longest; one 15 % and 8 positions shorter begins the next."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     completions = batch["mask"].sum(1).long()[order].tolist()
     lengths, begin = lengths.tolist(), 0
@@ -123,8 +123,8 @@ def select(batch, rows):
 
 @torch.no_grad()
 def over_rollout(function, model, rollout, args):
-    """token_logprobs or token_values (`function`) of a rollout, as constants: (N, T). In the pieces of the update:
-    in bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
+    """token_logprobs or token_values (`function`) of a rollout, (N, T), without gradient. In the pieces of the
+    update: in bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -132,11 +132,11 @@ def over_rollout(function, model, rollout, args):
     return result
 
 def padding(batch):
-    """The share of a micro-batch's positions without a token, as a statistic (sum, count)."""
+    """The share of a micro-batch's positions without a token: (sum, count)."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
 def means(logged, began):
-    """What an update logs: means of its statistics (sum, count), maxima of the others, and its speed."""
+    """Of what an update logged: means of (sum, count), maxima of the others, and its speed."""
     names = dict.fromkeys(name for stats in logged for name in stats)
     kept = {name: [stats[name] for stats in logged if name in stats] for name in names}
     maxima = {name: float(max(values)) for name, values in kept.items() if torch.is_tensor(values[0])}
@@ -147,8 +147,8 @@ def means(logged, began):
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. In bfloat16 an
-    update at a learning rate of 1e-6 would be rounded away in 98 % of the weights."""
+    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. In bfloat16
+    an update at a learning rate of 1e-6 is rounded away in 98 % of the weights."""
     def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.args, self.taken = lr, args, 0
         self.device = "cpu" if args.offload_optimizer else model.device
@@ -163,7 +163,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(self.masters.values(), lr, (0.9, 0.95), eps, 0.0, fused=True)
 
     def step(self, prefix=""):
-        """One step, or none if the gradient is not finite; then clear it. Returns its norm, for `means`."""
+        """One step, unless the gradient is not finite; clears it. Returns statistics for `means`."""
         weights, masters = self.weights.values(), self.masters.values()
         norm = torch.nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm).item()
         finite = math.isfinite(norm)
@@ -184,7 +184,7 @@ class Optimizer:
         return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken}
 
     def load_state_dict(self, state):
-        """Also sets the weights. Raises ValueError, before any change, if it is of other weights."""
+        """Sets the weights too. ValueError, before any change, if they are others."""
         if {n: m.shape for n, m in state["masters"].items()} != {n: w.shape for n, w in self.weights.items()}:
             raise ValueError("it was saved for other trained weights than these")
         for name, weight in self.weights.items():
@@ -196,10 +196,10 @@ class Optimizer:
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
-    """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature); 0 is
-    greedy. Returns a rollout of N = P * group_size rows, with finished (N,), texts (N strings) and seconds.
-    transformers' generate would add the model's own settings, such as a top_k, to the distribution. This loop
-    reads a prompt once for its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
+    """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature), or
+    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. transformers' generate
+    would add the model's own settings to the distribution, such as a top_k. This loop reads a prompt once for
+    its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
     began, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode checkpointing drops the cache without a word
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
@@ -222,7 +222,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
 
 def record(step):
-    """Record the kernels of `step` as a CUDA graph; returns a function that replays them."""
+    """Record the kernels of `step` in a CUDA graph; returns a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -232,18 +232,18 @@ def record(step):
     return graph.replay
 
 def stop_ids(model, tokenizer):
-    """Every token id that ends a completion: chat models have two or more."""
+    """The ids that end a completion: chat models have two or more."""
     eos = model.generation_config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 class Rows:
-    """Completions being written, and the model's cache: for each layer keys and values (n, length, heads, D),
-    those of the token at position p of row i at [i, p], so that no prompt is padded on the left. What changes
-    with a token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
+    """Completions being written, and the model's cache: keys and values of each layer (n, length, heads, D),
+    those of position p of row i at [i, p], so that no prompt is padded on the left. All that changes with a
+    token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
         self.S, self.stop, self.layers = max(map(len, prompts)), torch.tensor(stop, device=device), []
-        # Attention looks at the first `width` positions; on a GPU each width is another graph
+        # attention looks at the first `width` positions; each width is a graph
         self.width_step = step = 256 if device.type == "cuda" else 1
         self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
         ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts], device=device)
@@ -255,19 +255,19 @@ class Rows:
         self.kept = torch.arange(len(self.ids), device=device)  # (n,) rows that are in the cache
 
     def read_prompts(self):
-        """Read each prompt once for its group; logits of the token after each row, (N, V)."""
+        """Read each prompt once for its group; logits of the next tokens, (N, V)."""
         ids, last = self.ids[::self.G, :self.S], self.position[::self.G]  # (P, S), (P,)
         logits = self.read(ids, torch.arange(self.S, device=ids.device).expand_as(ids), last)  # (P, V)
         self.layers = [[x.repeat_interleave(self.G, 0) for x in layer] for layer in self.layers]
         return logits.repeat_interleave(self.G, 0)
 
     def read_last(self):
-        """Read the last token of each row; logits of the next one, (n, V)."""
+        """Read the last token of each row; logits of the next tokens, (n, V)."""
         position = self.position[self.kept]  # (n,)
         return self.read(self.ids[self.kept, position][:, None], position[:, None], 0)
 
     def read(self, ids, positions, last):
-        """Read new ids (n, s) at `positions` (n, s); logits of the token after column `last` of each row, (n, V)."""
+        """Read ids (n, s) at `positions` (n, s); logits of the token after column `last` of each row, (n, V)."""
         row = torch.arange(len(ids), device=ids.device)  # (n,)
         self.place = row[:, None], positions
         masks = attention_masks(self.model, positions, self.width)
@@ -276,7 +276,7 @@ class Rows:
         return head_logits(hidden[row, last], self.model.get_output_embeddings().weight)
 
     def update(self, keys, values, layer, *_):
-        """Called by each attention layer: keep its keys and values (n, heads, s, D), return all to attend to."""
+        """Called by each attention layer: keep keys and values (n, heads, s, D), return all to attend to."""
         if layer == len(self.layers):
             self.layers.append([x.new_zeros(len(x), self.ids.shape[1], x.shape[1], x.shape[3]) for x in (keys, values)])
         for cached, new in zip(self.layers[layer], (keys, values)):
@@ -284,7 +284,7 @@ class Rows:
         return [x[:len(keys), :self.width].transpose(1, 2) for x in self.layers[layer]]
 
     def get_seq_length(self, *_):
-        return 0  # called by some families, which need not count: they are given position_ids
+        return 0  # asked by some families for positions, which they are given
 
     def append(self, logits):
         """Draw tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick, for the running rows."""
@@ -317,13 +317,13 @@ class Rows:
                 "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def attention_masks(model, positions, width):
-    """For attention scores of tokens at `positions` (n, s): 0, or -inf where they must not look, (n, 1, s, width);
-    a dict of two if some layers see all and others a window."""
+    """Added to attention scores of tokens at `positions` (n, s): 0, or -inf where they must not look,
+    (n, 1, s, width); a dict of two if some layers see all and others a window."""
     config = model.config.get_text_config()
     at, column = positions[:, None, :, None], torch.arange(width, device=positions.device)
     full = torch.zeros_like(column > at, dtype=model.dtype).masked_fill_(column > at, -math.inf)
     windowed = full.masked_fill(column <= at - (getattr(config, "sliding_window", None) or width), -math.inf)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # if the model has a window
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     masks = {"full_attention": full, "sliding_attention": windowed}
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
@@ -364,21 +364,21 @@ def evaluate(policy, tokenizer, problems, reward, args):
 
 # ---- Models ----
 def settle(args, policy, trained_models=1):
-    """Settle the defaults that depend on the model; stop if it will not fit or cannot be trained rightly."""
+    """Settle the defaults that depend on the model; stop if it does not fit or cannot be trained rightly."""
     size, config = policy.num_parameters(), policy.config.get_text_config()
     for name, value in vars(args).items():
         if isinstance(value, dict):
             setattr(args, name, value["toy" if size < 1_000_000 else "real"])
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):  # longer texts have other keys throughout
+    if rope.get("rope_type") in ("longrope", "dynamic"):  # beyond it all keys change
         positions = rope.get("original_max_position_embeddings") or positions
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     if size < 1_000_000 and args.device == "cpu":
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
-    per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter in bfloat16, gradients included
+    per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter, with gradients
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
         fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory: try --offload_optimizer, --beta 0")
@@ -393,7 +393,7 @@ def load(kind, flag, source, **settings):
     transformers.logging.disable_progress_bar()
     try:
         return getattr(transformers, kind).from_pretrained(source, **settings)
-    except Exception as error:  # libraries raise whatever their readers and the network raise
+    except Exception as error:  # readers and the network raise what they like
         fail(f"{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded: {error}")
 
 def load_policy(args):
@@ -420,7 +420,7 @@ def load_model(kind, flag, source, args):
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
     if missing:
         fail(f"{flag} {source}: has no weights of the right shape for {', '.join(missing)}")
-    for module in model.modules():  # with dropout, old and new log-probs would be of different networks
+    for module in model.modules():  # dropout makes old and new log-probs those of different networks
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
@@ -428,7 +428,7 @@ def load_model(kind, flag, source, args):
 
 @torch.no_grad()
 def check_model(model, args):
-    """Sample behind two prompts, one as long as a run allows, and stop if the model's own logits differ."""
+    """Sample after two prompts, one as long as a run allows; stop if the model's own logits differ."""
     T, longest = 4, max(8, args.max_prompt_tokens + args.max_new_tokens)
     vocabulary, draw = range(model.get_input_embeddings().num_embeddings), random.Random(0).choices
     try:
@@ -440,7 +440,7 @@ def check_model(model, args):
             sampled.append(rows.read_last())  # (2, V)
         ids, ends = rows.ids[:, :longest - 1], rows.position + 1
         own = torch.cat([model(ids[i:i + 1, :end], use_cache=False).logits[0, -T:] for i, end in enumerate(ends)])
-        states = model.base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]  # (L, H) of the first row
+        states = model.base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]  # (L, H)
         trained = model.train().base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]
         close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
         headed = head_logits(states[-T:], model.get_output_embeddings().weight)
@@ -448,14 +448,14 @@ def check_model(model, args):
                  ("changes its logits after the head", headed, own[:T], close),
                  ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
                  ("is random or different in training mode", trained, states, close)]
-    except Exception as error:  # with a cache, masks or outputs of its own a family raises what it likes
+    except Exception as error:  # families with a cache or masks of their own raise what they like
         fail(f"--model {args.model}: {type(model).__name__} cannot be sampled from: {error!r}")
     for what, ours, its, tolerance in pairs:
         if not (ours.float() - its.float()).abs().max() <= tolerance * (its - its.mean(-1, True)).abs().max():
             fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
 
 def load_reward(args):
-    """The reward: any function (problems, completions) -> numbers, one per completion; 1 or more is right. A
+    """The reward: any function (problems, completions) -> a number per completion; 1 or more is right. A
     problem is a dict with all columns of its row."""
     if not args.reward_model:
         return answer_reward
@@ -467,7 +467,7 @@ def load_reward(args):
 
     @torch.no_grad()
     def judged(problems, completions):
-        """Logits, one row at a time: models read padding in different ways."""
+        """One row at a time: models read padding in different ways."""
         rewards = []
         for problem, text in zip(problems, completions):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
@@ -508,7 +508,7 @@ def load_problems(args, tokenizer):
     return train, random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
 
 def read_splits(source):
-    """What the datasets library reads from a file, a directory or the hub: {split: list of rows}."""
+    """{split: list of rows} of a file, a directory or a hub name."""
     import datasets  # takes a second: only here
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -523,14 +523,14 @@ def read_splits(source):
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)
         return {split: rows.to_list() for split, rows in splits.items()}
-    except Exception as error:  # that library raises whatever its readers and the network raise
+    except Exception as error:  # readers and the network raise what they like
         fail(f"--dataset {source}: cannot be read: {error.__cause__ or error!r}")
 
 def prepare(rows, tokenizer, args, purpose):
-    """Rows -> problems, without those whose answer cannot be read or whose prompt is too long."""
+    """Rows -> problems, without those with a long prompt or no readable answer."""
     columns = [args.question_column] + [args.answer_column] * (not args.reward_model)
     if rows and not set(columns) <= set(rows[0]):
-        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: give "
+        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: see "
              "--question_column, --answer_column")
     questions, answers = (["" if row.get(column) is None else str(row[column]) for row in rows]
                           for column in (args.question_column, args.answer_column))
@@ -541,11 +541,11 @@ def prepare(rows, tokenizer, args, purpose):
     if not problems:
         fail(f"--dataset {args.dataset}: of {len(rows)} rows to {purpose} none has an answer and at most --max_prompt_tokens")
     left_out = len(rows) - len(problems)
-    print(f"{len(problems)} problems to {purpose}; {left_out} with long prompts or unreadable answers left out")
+    print(f"{len(problems)} problems to {purpose}; {left_out} are left out: long, or without a readable answer")
     return problems
 
 def prompt_ids(questions, system_prompt, tokenizer):
-    """Token ids of each question: by the tokenizer's chat template, or as plain text and a newline."""
+    """Token ids of each question: by the chat template, or as plain text and a newline."""
     if not questions or not tokenizer.chat_template:
         return [tokenizer(f"{system_prompt}\n{text}\n".lstrip("\n"))["input_ids"] for text in questions]
     system = [{"role": "system", "content": system_prompt}] * bool(system_prompt)
@@ -559,14 +559,14 @@ def prompt_ids(questions, system_prompt, tokenizer):
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
 
 def batch_of(problems, step, args):
-    """The P problems of `step`, from an endless row of shuffles: a function of --seed and the step."""
+    """The P problems of a step, from an endless row of shuffles: a function of --seed and the step."""
     n, end = len(problems), step * args.prompts
     places = range(end - args.prompts, end)
     shuffles = {k: random.Random(f"{args.seed} {k}").sample(problems, n) for k in {i // n for i in places}}
     return [shuffles[i // n][i % n] for i in places]
 
 def step_signs(rollout, tokenizer):
-    """Which completion tokens are part of a line such as 7+2=9: 1 if it is true, -1 if false, else 0; (N, T)."""
+    """1 for completion tokens of a true line such as 7+2=9, -1 of a false one, else 0: (N, T)."""
     operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
     signs, lengths = torch.zeros(rollout["mask"].shape), rollout["mask"].sum(1).long()
     for i, (ids, end, n) in enumerate(zip(rollout["ids"], rollout["attention"].sum(1), lengths)):
@@ -585,7 +585,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as written and the default of each flag."""
 
 class Parser(argparse.ArgumentParser):
-    """argparse with a script's docstring as its --help, and errors of one line and exit status 2."""
+    """argparse with a script's docstring as its --help and errors of one line."""
     def __init__(self, script, doc):
         super().__init__(Path(script).name, "%(prog)s [--flag value ...]", doc,
                          formatter_class=HelpFormatter, allow_abbrev=False)
@@ -594,7 +594,7 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} ({self.prog} --help explains every flag)")
 
 def fail(message, status=2):
-    """Say in one line what is wrong and what to do, and leave with `status`."""
+    """Say in one line what is wrong and leave with `status`."""
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
 
@@ -618,7 +618,7 @@ def add_args(parser):
     add("--cuda_graphs", action=switch, default=True, help="replay each token's kernels as one graph")
     add = parser.add_argument_group("optimiser and memory").add_argument
     add("--micro_batch_tokens", type=int, metavar="N", default=16384,
-        help="positions per forward and backward: less memory if lower, and the same gradient")
+        help="positions per forward and backward: fewer take less memory and give the same gradient")
     add("--warmup_steps", type=int, metavar="N", default=20, help="optimiser steps in which --lr rises")
     add("--max_grad_norm", type=float, default=1.0, help="larger gradients are scaled down to this")
     add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
@@ -640,7 +640,7 @@ def add_args(parser):
     add("--tensorboard", action=switch, default=False, help="log to TensorBoard too (needs that package)")
 
 def parse(parser, argv):
-    """Parse `argv`, check it, settle --device and --dtype. A run to resume brings its own flags."""
+    """Parse and check `argv`. A run to resume brings its own flags."""
     args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
     if args.resume:
         try:
@@ -667,8 +667,8 @@ def parse(parser, argv):
 
 # ---- Run ----
 def launch(main, args):
-    """Run a script's main in --out. What a user can mend ends in one line, anything else in its traceback."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every new shape, and each batch has one
+    """Run a script's main in --out. What a user can mend is one line, anything else a traceback."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
     try:  # of two runs the one that makes the directory has it
@@ -689,13 +689,13 @@ def launch(main, args):
             Path(args.out).rmdir()
 
 def checkpoints(args):
-    """The complete checkpoints in --out, oldest first: directories named step-<digits>."""
+    """The complete checkpoints in --out, oldest first."""
     found = [p for p in Path(args.out).glob("step-*") if re.fullmatch("step-[1-9][0-9]*", p.name) and p.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N under --out, then remove the one before: a kill at any instant leaves a good one. There are no
-    random states to save: each is a function of --seed and the step."""
+    """Save step-N under --out, then remove the one before: a kill at any instant leaves a good one. Random
+    states are not saved: each is a function of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
@@ -708,7 +708,7 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:  # safetensors, torch and the system raise different ones for a full disk
+    except Exception as error:  # for a full disk everyone has their own
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"--out {args.out}: step {step} cannot be saved (is the disk full?): {error}")
     for old in checkpoints(args):
@@ -717,8 +717,8 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """Load the newest checkpoint in --out and return its step, or 0. Stop if the disk cannot hold the next one."""
-    copies = 1 if checkpoints(args) or args.save_every >= args.steps else 2  # 2: a new one beside the old one
+    """Load the newest checkpoint in --out; returns its step, or 0. Stop if the disk cannot hold the next."""
+    copies = 1 if checkpoints(args) or args.save_every >= args.steps else 2  # a new beside the old
     size = 14 * copies * sum(m.numel() for optimizer in optimizers.values() for m in optimizer.masters.values())
     if size > shutil.disk_usage(args.out).free:
         fail(f"--out {args.out}: needs {size / 1e9:.1f} GB of disk for {copies} checkpoint(s), see --save_every")
@@ -736,7 +736,7 @@ def load_checkpoint(args, models, optimizers):
     return int(newest.name[5:])
 
 class Logger:
-    """Shows a run: a bar, a line per step, a completion now and then. Writes metrics.jsonl and args.json."""
+    """Shows a run, and writes its metrics.jsonl and args.json."""
     SHOWN = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
              "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
@@ -756,7 +756,7 @@ class Logger:
             self.say(f"this run has taken its {args.steps} steps: to go on, give more --steps")
 
     def steps(self):
-        """The steps to take, each with its own seed: a resumed run draws the same numbers."""
+        """The steps to take, each with its own seed: a resumed run draws the same."""
         handler = signal.signal(signal.SIGINT, self.interrupt)
         for step in range(self.start + 1, self.args.steps + 1):
             torch.manual_seed(self.args.seed * 1_000_003 + step)
@@ -766,7 +766,7 @@ class Logger:
         signal.signal(signal.SIGINT, handler)
 
     def interrupt(self, *_):
-        """First Ctrl-C: finish the step and save. Second: KeyboardInterrupt, nothing saved."""
+        """First Ctrl-C: finish the step and save. Second: KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupted = True
         print("\ninterrupted: saving after this step; Ctrl-C again leaves at once", file=sys.stderr)
@@ -778,7 +778,7 @@ class Logger:
             self.bar.write(textwrap.fill(line, 99, initial_indent=indent, subsequent_indent=indent))
 
     def log(self, step, stats, question=None, rollout=None):
-        """Log a step's statistics; show the first completion of the rollout now and then."""
+        """Log a step's statistics, and the first completion of the rollout now and then."""
         if self.args.device != "cpu":
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
@@ -817,7 +817,7 @@ class Logger:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(130)
 
-# ---- Reward: each answer is brought to one spelling, then to canonical forms; nothing is evaluated ----
+# ---- Reward: an answer is brought to one spelling, then to canonical forms; nothing is evaluated ----
 LONGEST = 600  # characters; a longer answer is not read, so that none takes long
 SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
@@ -896,5 +896,5 @@ def math_reward(completion, answer):
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
 
 def readable(answer):
-    """Whether a gold answer can be paid at all: whether it is paid when given back as it stands."""
+    """Whether a gold answer is paid when it is given back as it stands."""
     return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer) == 1.0
