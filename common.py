@@ -1,14 +1,13 @@
-"""All that is not the algorithm: log-probabilities, batching, optimiser, sampling, models, problems,
-command line, run, reward.
+"""All that is not the algorithm, from log-probabilities to the reward.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
 completion), T completion positions, M tokens, V vocabulary, H width of the hidden states.
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on both, 0 on padding; from lengths, as eos also occurs inside prompts
-    mask       (N, T)  1 on the sampled tokens, the first end of sequence included; 0 behind them
-    row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
-to which the scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
+    attention  (N, L)  1 on both, 0 on padding; from lengths, as prompts may hold eos too
+    mask       (N, T)  1 on the sampled tokens, the first eos included, 0 behind them
+    row        (N,)    its number in the rollout
+The scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
 import copy
@@ -26,6 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from tqdm import tqdm
 
 TOY = str(Path(__file__).resolve().parent / "tests" / "toy")  # default model and problems
@@ -45,8 +45,8 @@ def token_values(model, batch, temperature=None):
     return values.new_zeros(batch["mask"].shape).index_put(place, values)
 
 def completion_states(model, batch):
-    """The M completion tokens of a batch: their places (row, t) in (N, T), the hidden states (M, H) that predict
-    them, one position before their own (the only shifted index here), and their ids (M,)."""
+    """Of the M completion tokens: their places (row, t) in (N, T), the hidden states (M, H) that predict them,
+    one position before their own (the only shifted index here), and their ids (M,)."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
@@ -55,13 +55,13 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def head_logits(hidden, weight, temperature=1.0):
-    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V). Never rounded to bfloat16, which would move
-    log-probs by up to 0.07."""
-    precise = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.is_cuda and hidden.dtype != precise:
-        logits = torch.mm(hidden, weight.T, out_dtype=precise)
+    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V), in float32: bfloat16 would move log-probs by
+    up to 0.07."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
-        logits = hidden.to(precise) @ weight.to(precise).T
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits = hidden.to(dtype) @ weight.to(dtype).T
     return logits if temperature == 1 else logits.div_(temperature)
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -88,8 +88,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.C):
             c = slice(start, start + ctx.C)
             p = head_logits(hidden[c], weight, ctx.temperature).softmax(-1)  # (C, V)
-            grad_logits = p.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])
-            grad_logits = grad_logits.to(weight.dtype)
+            p.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])
+            grad_logits = p.to(weight.dtype)
             grad_hidden[c] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[c]  # bfloat16 products, summed in float32
         return grad_hidden, grad_weight, None, None
@@ -108,23 +108,20 @@ def micro_batches(batch, tokens):
     completions = batch["mask"].sum(1).long()[order].tolist()
     lengths, begin = lengths.tolist(), 0
     while begin < len(lengths):
-        longest, end = lengths[begin], begin + 1
-        while end < len(lengths) and lengths[end] >= 0.85 * longest - 8 and (end + 1 - begin) * longest <= tokens:
+        L, end = lengths[begin], begin + 1
+        while end < len(lengths) and lengths[end] >= 0.85 * L - 8 and (end + 1 - begin) * L <= tokens:
             end += 1
         part, T = select(batch, order[begin:end]), max(completions[begin:end])
-        for name, value in part.items():
-            if value.dim() == 2:
-                part[name] = value[:, :longest if name in ("ids", "attention") else T]
-        yield part
+        width = {"ids": L, "attention": L}
+        yield {name: x[:, :width.get(name, T)] if x.dim() == 2 else x for name, x in part.items()}
         begin = end
 
 def select(batch, rows):
     return {name: value[rows] for name, value in batch.items() if torch.is_tensor(value)}
 
-@torch.no_grad()
 def over_rollout(function, model, rollout, args):
-    """token_logprobs or token_values (`function`) of a rollout, (N, T), without gradient. In the pieces of the
-    update: in bfloat16 a log-prob depends on the rows beside it, by more than GSPO's clip range."""
+    """token_logprobs or token_values of a rollout, (N, T). In the pieces of the update: in bfloat16 a log-prob
+    depends on the rows beside it, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -135,20 +132,22 @@ def padding(batch):
     """The share of a micro-batch's positions without a token: (sum, count)."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
-def means(logged, began):
-    """Of what an update logged: means of (sum, count), maxima of the others, and its speed."""
-    names = dict.fromkeys(name for stats in logged for name in stats)
-    kept = {name: [stats[name] for stats in logged if name in stats] for name in names}
-    maxima = {name: float(max(values)) for name, values in kept.items() if torch.is_tensor(values[0])}
-    sums = {name: [float(sum(x)) for x in zip(*values)] for name, values in kept.items() if name not in maxima}
-    padded, positions = sums["padding"]
-    sums["update_tokens_per_s"] = positions - padded, time.perf_counter() - began
-    return maxima | {name: total / count for name, (total, count) in sums.items()}
+def means(logged):
+    """Of what an update logged: means of (sum, count), maxima of the others."""
+    result = {}
+    for name in dict.fromkeys(name for stats in logged for name in stats):
+        values = [stats[name] for stats in logged if name in stats]
+        if torch.is_tensor(values[0]):
+            result[name] = max(values).item()
+        else:
+            total, count = map(sum, zip(*values))
+            result[name] = float(total / count)
+    return result
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with linear warm-up and clipping of the norm. In bfloat16
-    an update at a learning rate of 1e-6 is rounded away in 98 % of the weights."""
+    """AdamW on float32 masters of a model's weights, with warm-up and clipping of the norm. In bfloat16 an
+    update at a learning rate of 1e-6 is rounded away in 98 % of the weights."""
     def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.args, self.taken = lr, args, 0
         self.device = "cpu" if args.offload_optimizer else model.device
@@ -159,17 +158,18 @@ class Optimizer:
         for name, weight in self.weights.items():
             weight.grad_dtype = torch.float32
             self.masters[name] = weight.detach().to(self.device, torch.float32)
-        # torch's beta of 0.999 remembers longer than a short run
+        # torch's 0.999 remembers longer than a short run
         self.adamw = torch.optim.AdamW(self.masters.values(), lr, (0.9, 0.95), eps, 0.0, fused=True)
 
     def step(self, prefix=""):
-        """One step, unless the gradient is not finite; clears it. Returns statistics for `means`."""
+        """One step, unless the gradient is not finite; clears it. Returns statistics."""
         weights, masters = self.weights.values(), self.masters.values()
         norm = torch.nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm).item()
-        finite = math.isfinite(norm)
-        if finite:
+        stats = {"skipped": (not math.isfinite(norm), 1)}
+        if math.isfinite(norm):
+            stats |= {"grad_norm": (norm, 1), "grad_clipped": (norm > self.args.max_grad_norm, 1)}
             self.taken += 1
-            self.adamw.param_groups[0]["lr"] = self.lr * min(1.0, self.taken / max(1, self.args.warmup_steps))
+            self.adamw.param_groups[0]["lr"] = self.lr * min(1, self.taken / max(1, self.args.warmup_steps))
             for weight, master in zip(weights, masters):
                 master.grad = None if weight.grad is None else weight.grad.to(self.device)
             self.adamw.step()
@@ -177,16 +177,15 @@ class Optimizer:
                 weight.data.copy_(master)  # rounds to bfloat16
         for tensor in (*weights, *masters):
             tensor.grad = None
-        stats = {"grad_norm": (norm, 1), "grad_clipped": (norm > self.args.max_grad_norm, 1)} if finite else {}
-        return {prefix + name: value for name, value in (stats | {"skipped": (not finite, 1)}).items()}
+        return {prefix + name: value for name, value in stats.items()}
 
     def state_dict(self):
         return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken}
 
     def load_state_dict(self, state):
-        """Sets the weights too. ValueError, before any change, if they are others."""
+        """Set the weights too. ValueError, before any change, if they are others."""
         if {n: m.shape for n, m in state["masters"].items()} != {n: w.shape for n, w in self.weights.items()}:
-            raise ValueError("it was saved for other trained weights than these")
+            raise ValueError("it was saved for other trained weights")
         for name, weight in self.weights.items():
             self.masters[name].data.copy_(state["masters"][name])
             weight.data.copy_(self.masters[name])
@@ -198,8 +197,8 @@ class Optimizer:
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
     """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature), or
     greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. transformers' generate
-    would add the model's own settings to the distribution, such as a top_k. This loop reads a prompt once for
-    its group, drops finished rows, and on a GPU replays a CUDA graph per token."""
+    would apply the model's own top_k and the like. This loop reads a prompt once for its group, drops finished
+    rows, and on a GPU replays a CUDA graph per token."""
     began, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode checkpointing drops the cache without a word
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
@@ -215,14 +214,14 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
         if shape == recorded:  # a graph is for tensors of one shape
             replay()
         else:
-            rows.next_token()  # libraries set themselves up in it, which no graph may hold
+            rows.next_token()  # libraries set themselves up, which no graph may hold
             replay = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
             recorded = shape
     model.train(was_training)
     return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
 
 def record(step):
-    """Record the kernels of `step` in a CUDA graph; returns a function that replays it."""
+    """Record the kernels of `step` in a CUDA graph; returns its replay."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -232,24 +231,23 @@ def record(step):
     return graph.replay
 
 def stop_ids(model, tokenizer):
-    """The ids that end a completion: chat models have two or more."""
+    """The ids that end a completion; chat models have several."""
     eos = model.generation_config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 class Rows:
     """Completions being written, and the model's cache: keys and values of each layer (n, length, heads, D),
-    those of position p of row i at [i, p], so that no prompt is padded on the left. All that changes with a
-    token changes in place, and no size depends on a value, so that a CUDA graph can replay it."""
+    those of position p of row i at [i, p], so that no prompt is padded on the left. A CUDA graph can replay a
+    token: all changes are in place, and no size depends on a value."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
         self.S, self.stop, self.layers = max(map(len, prompts)), torch.tensor(stop, device=device), []
-        # attention looks at the first `width` positions; each width is a graph
+        # attention looks at `width` positions; each width is a graph
         self.width_step = step = 256 if device.type == "cuda" else 1
         self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
-        ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts], device=device)
-        self.ids = ids.repeat_interleave(group_size, 0)  # (N, length)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.prompt_lengths = lengths.repeat_interleave(group_size)  # (N,)
+        rows = [prompt for prompt in prompts for _ in range(group_size)]
+        self.ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)  # (N, length)
+        self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
         self.position = self.prompt_lengths - 1  # (N,) of the last token
         self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
         self.kept = torch.arange(len(self.ids), device=device)  # (n,) rows that are in the cache
@@ -278,7 +276,8 @@ class Rows:
     def update(self, keys, values, layer, *_):
         """Called by each attention layer: keep keys and values (n, heads, s, D), return all to attend to."""
         if layer == len(self.layers):
-            self.layers.append([x.new_zeros(len(x), self.ids.shape[1], x.shape[1], x.shape[3]) for x in (keys, values)])
+            shape = len(keys), self.ids.shape[1], keys.shape[1]
+            self.layers.append([x.new_zeros(*shape, x.shape[3]) for x in (keys, values)])
         for cached, new in zip(self.layers[layer], (keys, values)):
             cached[self.place] = new.transpose(1, 2)
         return [x[:len(keys), :self.width].transpose(1, 2) for x in self.layers[layer]]
@@ -287,7 +286,7 @@ class Rows:
         return 0  # asked by some families for positions, which they are given
 
     def append(self, logits):
-        """Draw tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick, for the running rows."""
+        """Draw the running rows' tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick."""
         if self.temperature > 0:
             logits = logits / self.temperature - torch.empty_like(logits).exponential_().log_()
         token, running = logits.argmax(-1), self.running[self.kept]  # (n,) both
@@ -300,31 +299,31 @@ class Rows:
         self.append(self.read_last())
 
     def drop_finished(self):
-        """Go on with the running rows only; the cache closes up."""
+        """Go on with the running rows; the cache closes up."""
         going = self.running[self.kept].nonzero().squeeze(1)  # (n,)
         self.kept = self.kept[going]
         for cached in sum(self.layers, []):
             cached[:len(going)] = cached[going]
 
     def rollout(self, tokenizer):
-        """What was written, as a rollout."""
-        ends, starts = self.position + 1, self.prompt_lengths  # (N,) both
+        """All rows, as a rollout."""
+        starts, ends = self.prompt_lengths, self.position + 1  # (N,) both
         column, lengths = torch.arange(ends.max(), device=ends.device), ends - starts
-        completions = [row[a:b] for row, a, b in zip(self.ids.tolist(), starts.tolist(), ends.tolist())]
+        texts = [row[a:b] for row, a, b in zip(self.ids.tolist(), starts.tolist(), ends.tolist())]
         return {"ids": self.ids[:, :len(column)], "attention": (column < ends[:, None]).long(),
                 "mask": (column[:lengths.max()] < lengths[:, None]).float(),
                 "row": torch.arange(len(ends), device=ends.device), "finished": ~self.running,
-                "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
+                "texts": tokenizer.batch_decode(texts, skip_special_tokens=True)}
 
 def attention_masks(model, positions, width):
-    """Added to attention scores of tokens at `positions` (n, s): 0, or -inf where they must not look,
+    """What is added to attention scores at `positions` (n, s): 0, or -inf where a token must not look,
     (n, 1, s, width); a dict of two if some layers see all and others a window."""
     config = model.config.get_text_config()
     at, column = positions[:, None, :, None], torch.arange(width, device=positions.device)
     full = torch.zeros_like(column > at, dtype=model.dtype).masked_fill_(column > at, -math.inf)
     windowed = full.masked_fill(column <= at - (getattr(config, "sliding_window", None) or width), -math.inf)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     masks = {"full_attention": full, "sliding_attention": windowed}
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 def rollout_stats(rollout, group_size):
@@ -332,138 +331,141 @@ def rollout_stats(rollout, group_size):
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
-             "entropy": -rollout["old_logp"].sum() / mask.sum(),  # its estimate from the samples
+             "entropy": -rollout["old_logp"].sum() / mask.sum(),  # estimated from the samples
              "rollout_tokens_per_s": mask.sum() / rollout["seconds"]}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3 in all three scripts, whatever their objectives use
+    if "ref_logp" in rollout:  # k3, whatever the objective uses
         log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
         stats["kl"] = (log_x.exp() - log_x - 1).sum() / mask.sum()
     return {name: value.item() for name, value in stats.items()}
 
 def evaluate(policy, tokenizer, problems, reward, args):
-    """Mean reward on held-out problems: greedy, and over n = --eval_samples samples of each, with the
-    unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
+    """Share of right answers to held-out problems: greedy, and in n = --eval_samples samples of each, with
+    the unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation
-    problems, result = sorted(problems, key=lambda problem: len(problem["prompt"])), {}
+    problems, result = sorted(problems, key=lambda p: len(p["prompt"])), {}
     for n, temperature in [(1, 0.0), (args.eval_samples, args.temperature)]:
         rewards, lengths, size = [], [], max(1, args.prompts * args.group_size // n)  # rows as in a rollout
         for i in tqdm(range(0, len(problems), size), desc="evaluating", leave=False, disable=None):
             part = problems[i:i + size]
-            rollout = generate(policy, tokenizer, [problem["prompt"] for problem in part], n,
-                               args.max_new_tokens, temperature, args.cuda_graphs)
+            rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, args.max_new_tokens, temperature,
+                               args.cuda_graphs)
             rewards.append(score(reward, part, rollout).view(-1, n))
             lengths.append(rollout["mask"].sum(1))
         rewards = torch.cat(rewards)  # (problems, n)
-        result["eval_sampled_accuracy" if temperature else "eval_accuracy"] = rewards.mean().item()
+        right = rewards >= 1
+        result["eval_sampled_accuracy" if temperature else "eval_accuracy"] = right.float().mean().item()
+    result["eval_reward"] = rewards.mean().item()
     result["eval_completion_length"] = torch.cat(lengths).mean().item()
     for k in (2 ** i for i in range(1, n.bit_length())):
-        misses = [math.comb(n - c, k) / math.comb(n, k) for c in (rewards >= 1).sum(1).tolist()]
+        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
     return result
 
 # ---- Models ----
 def settle(args, policy, trained_models=1):
-    """Settle the defaults that depend on the model; stop if it does not fit or cannot be trained rightly."""
+    """Settle the defaults that depend on the model; stop if it does not fit or is not supported."""
     size, config = policy.num_parameters(), policy.config.get_text_config()
     for name, value in vars(args).items():
         if isinstance(value, dict):
             setattr(args, name, value["toy" if size < 1_000_000 else "real"])
+    if size < 1_000_000 and args.device == "cpu":
+        torch.set_num_threads(1)  # the same sums on every machine
+    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
+    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
     positions = getattr(config, "max_position_embeddings", None) or math.inf
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):  # beyond it all keys change
-        positions = rope.get("original_max_position_embeddings") or positions
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
-    if size < 1_000_000 and args.device == "cpu":
-        torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
-    per_model = 6 + 12 * (not args.offload_optimizer)  # bytes per parameter, with gradients
+    per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
-        fail(f"--model {args.model}: needs {held / 1e9:.0f} GB of GPU memory: try --offload_optimizer, --beta 0")
-    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
-    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
-    check_model(policy, args)
+        fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try --offload_optimizer, --beta 0")
+    saved, free = 14 * size * trained_models, shutil.disk_usage(args.out).free
+    if saved > free:
+        fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
+    if 2 * saved > free and not args.resume:
+        args.save_every = args.steps
+        print("warning: the disk cannot hold two checkpoints: saving at the end only")
+    try:
+        check_model(policy, args)
+    except Exception as error:  # families with other caches raise what they like
+        fail(f"--model {args.model}: {type(policy).__name__} cannot be sampled from: {error!r}")
 
-def load(kind, flag, source, **settings):
-    """`source` by the transformers class `kind`; what cannot be loaded is one line."""
+def load(kind, flag, source, args):
+    """`source` by the transformers class `kind`, on --device, in --dtype, without dropout; and its tokenizer."""
     import transformers  # takes a second: not before the flags are known to be good
-    transformers.logging.set_verbosity_error()  # its notes are on other training loops than ours
+    transformers.logging.set_verbosity_error()  # its notes are on its own training loop
     transformers.logging.disable_progress_bar()
     try:
-        return getattr(transformers, kind).from_pretrained(source, **settings)
+        model, found = getattr(transformers, kind).from_pretrained(
+            source, dtype=getattr(torch, args.dtype), use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except Exception as error:  # readers and the network raise what they like
         fail(f"{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded: {error}")
+    missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    missing += ["tokenizer"] * (len(tokenizer) < 3)
+    if missing:
+        fail(f"{flag} {source}: lacks, or has in another shape: {', '.join(missing)}")
+    for module in model.modules():  # with dropout old and new log-probs are of different networks
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)
+    return model.to(args.device).train(), tokenizer
 
 def load_policy(args):
     """The policy, ready to train, and its tokenizer."""
-    policy = load_model("AutoModelForCausalLM", "--model", args.model, args)
-    tokenizer = load("AutoTokenizer", "--model", args.model)
-    rows, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
-    if not 2 < len(tokenizer) <= rows or not ends:
-        fail(f"--model {args.model}: incomplete: its tokenizer has {len(tokenizer)} of {rows} tokens, end tokens {ends}")
+    policy, tokenizer = load("AutoModelForCausalLM", "--model", args.model, args)
+    size, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
+    if len(tokenizer) > size or not ends:
+        fail(f"--model {args.model}: its tokenizer has {len(tokenizer)} of {size} tokens, end tokens {ends}")
     return policy, tokenizer
 
 def load_value(policy):
-    """PPO's value model: a copy of the policy with a scalar head, in float32, which starts at 0."""
+    """PPO's value model: a copy of the policy with a scalar head in float32 that starts at 0."""
     model, weight = copy.deepcopy(policy.base_model), policy.get_output_embeddings().weight
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # near 1 bfloat16 has steps of .004
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     return model
 
-def load_model(kind, flag, source, args):
-    """Load `source` by the transformers class `kind`, on --device, in --dtype, without dropout."""
-    model, found = load(kind, flag, source, dtype=getattr(torch, args.dtype), use_safetensors=True,
-                        output_loading_info=True, ignore_mismatched_sizes=True)
-    missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if missing:
-        fail(f"{flag} {source}: has no weights of the right shape for {', '.join(missing)}")
-    for module in model.modules():  # dropout makes old and new log-probs those of different networks
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name):
-                setattr(module, name, 0.0)
-    return model.to(args.device).train()
-
 @torch.no_grad()
 def check_model(model, args):
-    """Sample after two prompts, one as long as a run allows; stop if the model's own logits differ."""
+    """Sample after two prompts, one as long as may be; stop if the model's own logits differ."""
     T, longest = 4, max(8, args.max_prompt_tokens + args.max_new_tokens)
     vocabulary, draw = range(model.get_input_embeddings().num_embeddings), random.Random(0).choices
-    try:
-        prompts = [draw(vocabulary, k=longest - T), draw(vocabulary, k=longest // 2)]
-        rows = Rows(model.eval(), prompts, 1, T, temperature=0, stop=[])
-        sampled, rows.width = [rows.read_prompts()], longest
-        for _ in range(T - 1):
-            rows.append(sampled[-1])
-            sampled.append(rows.read_last())  # (2, V)
-        ids, ends = rows.ids[:, :longest - 1], rows.position + 1
-        own = torch.cat([model(ids[i:i + 1, :end], use_cache=False).logits[0, -T:] for i, end in enumerate(ends)])
-        states = model.base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]  # (L, H)
-        trained = model.train().base_model(input_ids=ids[:1], use_cache=False).last_hidden_state[0]
-        close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
-        headed = head_logits(states[-T:], model.get_output_embeddings().weight)
-        pairs = [("has logits that are not finite", own, own, close),
-                 ("changes its logits after the head", headed, own[:T], close),
-                 ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
-                 ("is random or different in training mode", trained, states, close)]
-    except Exception as error:  # families with a cache or masks of their own raise what they like
-        fail(f"--model {args.model}: {type(model).__name__} cannot be sampled from: {error!r}")
-    for what, ours, its, tolerance in pairs:
+    prompts = [draw(vocabulary, k=longest - T), draw(vocabulary, k=longest // 2)]
+    rows = Rows(model.eval(), prompts, 1, T, temperature=0, stop=[])
+    sampled, rows.width = [rows.read_prompts()], longest
+    for _ in range(T - 1):
+        rows.append(sampled[-1])
+        sampled.append(rows.read_last())  # (2, V)
+    own = torch.cat([model(ids[None, :end], use_cache=False).logits[0, -T:]
+                     for ids, end in zip(rows.ids, rows.position + 1)])  # (2T, V)
+    ids = rows.ids[:1, :longest - 1]
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
+    trained = model.train().base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    headed = head_logits(states[-T:], model.get_output_embeddings().weight)
+    close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
+    for what, ours, its, tolerance in [
+            ("has logits that are not finite", own, own, close),
+            ("changes its logits after the head", headed, own[:T], close),
+            ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
+            ("is random or different in training mode", trained, states, close)]:
         if not (ours.float() - its.float()).abs().max() <= tolerance * (its - its.mean(-1, True)).abs().max():
             fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
 
 def load_reward(args):
-    """The reward: any function (problems, completions) -> a number per completion; 1 or more is right. A
-    problem is a dict with all columns of its row."""
+    """The reward: any function (problems, completions) -> a number per completion, at least 1 if it is right.
+    A problem is a dict with all columns of its row."""
     if not args.reward_model:
         return answer_reward
-    flag, source = "--reward_model", args.reward_model
-    judge = load_model("AutoModelForSequenceClassification", flag, source, args).eval()
-    tokenizer = load("AutoTokenizer", flag, source)
-    if judge.config.num_labels != 1 or len(tokenizer) < 3:
-        fail(f"{flag} {source}: has {judge.config.num_labels} labels, not one, or no tokenizer")
+    kind = "AutoModelForSequenceClassification"
+    judge, tokenizer = load(kind, "--reward_model", args.reward_model, args)
+    if judge.config.num_labels != 1:
+        fail(f"--reward_model {args.reward_model}: has {judge.config.num_labels} labels, not one")
 
     @torch.no_grad()
     def judged(problems, completions):
@@ -473,23 +475,26 @@ def load_reward(args):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
             ids = (tokenizer.apply_chat_template(chat, return_dict=True) if tokenizer.chat_template
                    else tokenizer(problem["question"] + "\n" + text))["input_ids"]
-            rewards.append(judge(input_ids=torch.tensor([ids], device=judge.device)).logits[0, 0])
-        return torch.stack(rewards)
+            rewards.append(judge.eval()(input_ids=torch.tensor([ids], device=judge.device)).logits[0, 0])
+        return rewards
     return judged
 
 def answer_reward(problems, completions):
-    """1.0 for a completion whose marked answer equals the problem's, else 0.0."""
+    """1.0 for a completion with the problem's answer, else 0.0."""
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def score(reward, problems, rollout):
     """The rewards of a rollout, (N,) float32; the rows of a group answer one problem."""
-    texts = rollout["texts"]
-    asked = [problem for problem in problems for _ in range(len(texts) // len(problems))]
-    rewards = torch.as_tensor(reward(asked, texts), dtype=torch.float32, device=rollout["ids"].device)
-    wrong = [(r, text) for r, text in zip(rewards.flatten().tolist(), texts) if not math.isfinite(r)]
-    if wrong or rewards.shape != (len(texts),):
-        fail(f"the reward {reward} gave {tuple(rewards.shape)} numbers for {len(texts)} completions {wrong[:1]}")
-    return rewards
+    texts, name = rollout["texts"], getattr(reward, "__name__", reward)
+    rewards = reward([p for p in problems for _ in range(len(texts) // len(problems))], texts)
+    try:
+        rewards = [float(r) for r, _ in zip(rewards, texts, strict=True)]
+    except (TypeError, ValueError) as error:
+        fail(f"the reward {name} must return {len(texts)} numbers, one per completion: {error}")
+    for r, text in zip(rewards, texts):
+        if not math.isfinite(r):
+            fail(f"the reward {name} returned {r} for the completion {text!r}")
+    return torch.tensor(rewards, device=rollout["ids"].device)
 
 # ---- Problems ----
 def load_problems(args, tokenizer):
@@ -512,22 +517,20 @@ def read_splits(source):
     import datasets  # takes a second: only here
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    reader = formats.get(Path(source).suffix.lower())
-    if Path(source).is_file() and not reader:
-        fail(f"--dataset {source}: not one of {', '.join(formats)}")
     try:
-        if reader:
-            splits = datasets.load_dataset(reader, data_files=source)
+        if Path(source).is_file():
+            splits = datasets.load_dataset(formats[Path(source).suffix.lower()], data_files=source)
         else:
-            source = str(Path(source).resolve()) if Path(source).is_dir() else source  # "csv" would be a reader
+            source = str(Path(source).resolve()) if Path(source).is_dir() else source  # "csv" is a reader
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)
         return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:  # readers and the network raise what they like
-        fail(f"--dataset {source}: cannot be read: {error.__cause__ or error!r}")
+        fail(f"--dataset {source}: no {', '.join(formats)}, directory or hub name that can be read (its row 0 is "
+             f"the first): {error.__cause__ or error!r}")
 
 def prepare(rows, tokenizer, args, purpose):
-    """Rows -> problems, without those with a long prompt or no readable answer."""
+    """Rows -> problems, without those with long prompts or no readable answer."""
     columns = [args.question_column] + [args.answer_column] * (not args.reward_model)
     if rows and not set(columns) <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: see "
@@ -538,10 +541,10 @@ def prepare(rows, tokenizer, args, purpose):
     for row, question, answer, prompt in zip(rows, questions, answers, prompts):
         if question and len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
+    lost = f"{len(rows) - len(problems)} of {len(rows)} left out: over --max_prompt_tokens or no readable answer"
     if not problems:
-        fail(f"--dataset {args.dataset}: of {len(rows)} rows to {purpose} none has an answer and at most --max_prompt_tokens")
-    left_out = len(rows) - len(problems)
-    print(f"{len(problems)} problems to {purpose}; {left_out} are left out: long, or without a readable answer")
+        fail(f"--dataset {args.dataset}: has no problems to {purpose} ({lost}): see --split, --eval_split")
+    print(f"{len(problems)} problems to {purpose} ({lost})")
     return problems
 
 def prompt_ids(questions, system_prompt, tokenizer):
@@ -552,9 +555,9 @@ def prompt_ids(questions, system_prompt, tokenizer):
     chats = [system + [{"role": "user", "content": question}] for question in questions]
     try:
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # mostly for want of a system role: say it in the user's turn
+    except Exception:  # mostly for want of a system role: the user says it
         if not system_prompt:
-            fail(f"the chat template of --model cannot be used: {error}")
+            raise
         return prompt_ids([f"{system_prompt}\n\n{text}" for text in questions], "", tokenizer)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
 
@@ -568,33 +571,31 @@ def batch_of(problems, step, args):
 def step_signs(rollout, tokenizer):
     """1 for completion tokens of a true line such as 7+2=9, -1 of a false one, else 0: (N, T)."""
     operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    signs, lengths = torch.zeros(rollout["mask"].shape), rollout["mask"].sum(1).long()
+    step = re.compile(r" *(-?\d{1,9}) ?([-+*]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*")
+    signs, lengths = torch.zeros_like(rollout["mask"]), rollout["mask"].sum(1).long()
     for i, (ids, end, n) in enumerate(zip(rollout["ids"], rollout["attention"].sum(1), lengths)):
         pieces, line = tokenizer.batch_decode(ids[end - n:end, None]), 0
-        steps = [re.fullmatch(r" *(-?\d{1,9}) ?([-+*]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*", text)
-                 for text in "".join(pieces).split("\n")]
+        steps = [step.fullmatch(text) for text in "".join(pieces).split("\n")]
         for t, piece in enumerate(pieces):
             if steps[line]:
                 a, op, b, c = steps[line].groups()
                 signs[i, t] = 1 if operations[op](int(a), int(b)) == int(c) else -1
             line += piece.count("\n")
-    return signs.to(rollout["mask"])
+    return signs
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written and the default of each flag."""
+    """Shows the docstring as written, and defaults."""
 
-class Parser(argparse.ArgumentParser):
-    """argparse with a script's docstring as its --help and errors of one line."""
-    def __init__(self, script, doc):
-        super().__init__(Path(script).name, "%(prog)s [--flag value ...]", doc,
-                         formatter_class=HelpFormatter, allow_abbrev=False)
-
-    def error(self, message):
-        fail(f"{message} ({self.prog} --help explains every flag)")
+def parser(script, doc):
+    """argparse with the docstring as --help and errors of one line."""
+    made = argparse.ArgumentParser(Path(script).name, argparse.SUPPRESS, doc, formatter_class=HelpFormatter,
+                                   allow_abbrev=False)
+    made._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is no flag
+    return made
 
 def fail(message, status=2):
-    """Say in one line what is wrong and leave with `status`."""
+    """Say in one line what is wrong, and leave."""
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
 
@@ -605,7 +606,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; below a million parameters it is a toy in what follows")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv or .parquet file, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; data without splits have a fifth held out")
+    add("--eval_split", default="test", help="split to evaluate on; without splits a fifth is held out")
     add("--question_column", default="question", metavar="NAME", help="column with the question")
     add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer")
     add("--system_prompt", metavar="TEXT", help="instruction before every question",
@@ -618,16 +619,16 @@ def add_args(parser):
     add("--cuda_graphs", action=switch, default=True, help="replay each token's kernels as one graph")
     add = parser.add_argument_group("optimiser and memory").add_argument
     add("--micro_batch_tokens", type=int, metavar="N", default=16384,
-        help="positions per forward and backward: fewer take less memory and give the same gradient")
+        help="positions per forward and backward; fewer take less memory, for the same gradient")
     add("--warmup_steps", type=int, metavar="N", default=20, help="optimiser steps in which --lr rises")
     add("--max_grad_norm", type=float, default=1.0, help="larger gradients are scaled down to this")
     add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
-        help="compute activations twice: a third more work for far less memory")
+        help="compute activations twice: a third more work, far less memory")
     add("--offload_optimizer", action=switch, default=False, help="masters and moments in host memory")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to train: a GPU if there is one")
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[-1], help="where to train: a GPU if there is one")
     add("--dtype", choices=["float32", "bfloat16"],
-        help="of the weights: bfloat16 on a GPU unless given; masters and moments are always float32")
+        help="of the weights: bfloat16 on a GPU unless given; masters and moments are float32")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=int, default={"toy": 20, "real": 200}, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of the samples and the order of the problems")
@@ -637,7 +638,7 @@ def add_args(parser):
     add("--eval_problems", type=int, default={"toy": 2560, "real": 512}, help="problems per evaluation")
     add("--eval_samples", type=int, default=1, help="samples per problem; 2 or more give pass@k")
     add("--save_every", type=int, default={"toy": 10, "real": 20}, help="steps between checkpoints")
-    add("--tensorboard", action=switch, default=False, help="log to TensorBoard too (needs that package)")
+    add("--tensorboard", action=switch, default=False, help="log to TensorBoard too")
 
 def parse(parser, argv):
     """Parse and check `argv`. A run to resume brings its own flags."""
@@ -651,51 +652,52 @@ def parse(parser, argv):
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
         for name in ("script", "model", "dataset", "reward_model"):
             if getattr(args, name) != saved[name]:
-                fail(f"--resume: the run in {args.out} has {name} {saved[name]}: start a new one")
+                fail(f"--resume: the run in {args.out} has {name} {saved[name]}: start another")
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else {int: 1, float: 1e-9}[type(value)]
-            high = 1 if name in "gamma lam eps_low".split() else 10**9
+            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else 1e-9 if type(value) is float else 1
+            high = 1 if name in ("gamma", "lam", "eps_low") else 10**9
             if not low <= value <= high:
                 fail(f"--{name} {value}: must be between {low} and {high}")
     if args.minibatches > args.prompts:
-        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}: groups stay together")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: there is no GPU that torch can use")
-    args.dtype = args.dtype or {"cpu": "float32", "cuda": "bfloat16"}[args.device]
+        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}, as groups stay whole")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     return args
 
 # ---- Run ----
 def launch(main, args):
-    """Run a script's main in --out. What a user can mend is one line, anything else a traceback."""
+    """Run a script's main in --out. What a user can mend is one line, all else a traceback."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
-    try:  # of two runs the one that makes the directory has it
+    lock = FileLock(Path(args.out, ".lock"))
+    try:  # of two runs one makes the directory, of two that resume one has the lock
         Path(args.out).mkdir(parents=True, exist_ok=args.resume)
+        lock.acquire(timeout=0)
     except OSError as error:
-        fail(f"--out {args.out}: {error.strerror} (a run is continued with --resume)")
+        fail(f"--out {args.out}: {error.strerror or 'in use'} (a run is continued with --resume)")
     try:
         main(args)
     except KeyboardInterrupt:
-        fail("interrupted; what was saved before is as it was", 130)
+        fail("interrupted; what was saved is as it was", 130)
     except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts, --group_size or --max_new_tokens "
-             "(sampling), or give --offload_optimizer or --beta 0")
+        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or --max_new_tokens (sampling), or "
+             "give --offload_optimizer or --beta 0")
     except (OSError, ImportError) as error:  # a full disk, no TensorBoard
-        fail(f"{error}; what was saved before is as it was")
+        fail(f"{error}; what was saved is as it was")
     finally:
-        if not any(Path(args.out).iterdir()):
-            Path(args.out).rmdir()
+        lock.release()
+        if [path.name for path in Path(args.out).iterdir()] == [".lock"]:
+            shutil.rmtree(args.out)
 
 def checkpoints(args):
     """The complete checkpoints in --out, oldest first."""
-    found = [p for p in Path(args.out).glob("step-*") if re.fullmatch("step-[1-9][0-9]*", p.name) and p.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    found = [p for p in Path(args.out).glob("step-*/") if re.fullmatch("step-[1-9][0-9]*", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N under --out, then remove the one before: a kill at any instant leaves a good one. Random
-    states are not saved: each is a function of --seed and the step."""
+    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one. Random states
+    are functions of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
@@ -710,18 +712,14 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         unfinished.rename(final)
     except Exception as error:  # for a full disk everyone has their own
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"--out {args.out}: step {step} cannot be saved (is the disk full?): {error}")
+        fail(f"--out {args.out}: step {step} cannot be saved (a full disk?): {error}")
     for old in checkpoints(args):
         if int(old.name[5:]) < step:
             old.rename(unfinished)  # a kill leaves no half of a checkpoint
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """Load the newest checkpoint in --out; returns its step, or 0. Stop if the disk cannot hold the next."""
-    copies = 1 if checkpoints(args) or args.save_every >= args.steps else 2  # a new beside the old
-    size = 14 * copies * sum(m.numel() for optimizer in optimizers.values() for m in optimizer.masters.values())
-    if size > shutil.disk_usage(args.out).free:
-        fail(f"--out {args.out}: needs {size / 1e9:.1f} GB of disk for {copies} checkpoint(s), see --save_every")
+    """Load the newest checkpoint in --out; returns its step, or 0."""
     if not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]
@@ -738,22 +736,21 @@ def load_checkpoint(args, models, optimizers):
 class Logger:
     """Shows a run, and writes its metrics.jsonl and args.json."""
     SHOWN = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
-             "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
-    HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
-                "eval_completion_length": "length {:.1f}"}
+             "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}",
+             "seconds": "{:.1f} s", "eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
+             "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
     def __init__(self, args, start):
         self.args, self.start, self.interrupted = args, start, False
-        self.path = Path(args.out, "metrics.jsonl")  # resumed: as it was at the checkpoint
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(args.out, purge_step=start + 1)
-        self.path.write_bytes((checkpoints(args)[-1] / "metrics.jsonl").read_bytes() if start else b"")
-        self.history = [json.loads(line) for line in self.path.open()]
+        self.path = Path(args.out, "metrics.jsonl")  # resumed: as it was at the checkpoint
+        self.path.write_bytes(Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes() if start else b"")
         Path(args.out, "args.tmp").write_text(json.dumps(vars(args), indent=1))
         Path(args.out, "args.tmp").replace(Path(args.out, "args.json"))  # never half a file
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
-        if start >= args.steps:
-            self.say(f"this run has taken its {args.steps} steps: to go on, give more --steps")
+        if start:
+            self.say(f"resumed after step {start}" + ", the last: give more --steps" * (start >= args.steps))
 
     def steps(self):
         """The steps to take, each with its own seed: a resumed run draws the same."""
@@ -766,10 +763,10 @@ class Logger:
         signal.signal(signal.SIGINT, handler)
 
     def interrupt(self, *_):
-        """First Ctrl-C: finish the step and save. Second: KeyboardInterrupt."""
+        """The first Ctrl-C: finish the step and save. The next is a KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupted = True
-        print("\ninterrupted: saving after this step; Ctrl-C again leaves at once", file=sys.stderr)
+        print("\nsaving after this step; Ctrl-C again leaves at once", file=sys.stderr)
 
     def say(self, text, indent=""):
         """Print above the bar, in 99 columns, with control characters escaped."""
@@ -777,40 +774,40 @@ class Logger:
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
             self.bar.write(textwrap.fill(line, 99, initial_indent=indent, subsequent_indent=indent))
 
-    def log(self, step, stats, question=None, rollout=None):
-        """Log a step's statistics, and the first completion of the rollout now and then."""
+    def log(self, step, stats, problem=None, rollout=None):
+        """Log a step's statistics; now and then show the rollout's first completion, which answers `problem`."""
         if self.args.device != "cpu":
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
         stats = {"step": step} | {name: value for name, value in stats.items() if math.isfinite(value)}
-        self.history.append(stats)
         with self.path.open("a") as file:
             file.write(json.dumps(stats) + "\n")
         if self.args.tensorboard:
             for name, value in stats.items():
                 self.board.add_scalar(name, value, step)
-        if shown := self.shown(self.SHOWN, stats):
-            self.say(f"step {step}/{self.args.steps}  {shown}")
+        if "reward" in stats:
+            self.say(f"step {step}/{self.args.steps}  {self.shown(stats)}")
         if "eval_accuracy" in stats:
-            self.say(f"held out, after {step} steps:  {self.shown(self.HELD_OUT, stats)}")
+            self.say(f"held out, after {step} steps:  {self.shown(stats, held_out=True)}")
         if rollout and (step == 1 or "eval_accuracy" in stats):
-            text = rollout["texts"][0].strip()
-            self.say(f"{question}\n{text}\n(reward {rollout['rewards'][0]:g})", "    | ")
+            text, r, gold = rollout["texts"][0].strip(), rollout["rewards"][0], problem.get("answer")
+            self.say(f"{problem['question']}\n{text}\n(reward {r:g}, answer {extract_answer(gold) or gold})", "    | ")
         if stats.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions were cut off: raise --max_new_tokens")
-        if stats.get("skipped", 0) + stats.get("value_skipped", 0) > 0:
+            self.say("warning: over half of the completions were cut off: raise --max_new_tokens or lower --lr")
+        if stats.get("skipped") or stats.get("value_skipped"):
             self.say("warning: the gradient was not finite, a step was skipped: lower --lr")
         self.bar.update(step - self.bar.n)
 
-    def shown(self, formats, stats):
-        return "  ".join(text.format(stats[name]) for name, text in formats.items() if name in stats)
+    def shown(self, stats, held_out=False):
+        return "  ".join(form.format(stats[name]) for name, form in self.SHOWN.items()
+                         if name in stats and name.startswith("eval_") == held_out)
 
     def close(self):
         """Print the results and where they are; after Ctrl-C leave with status 130."""
         self.bar.close()
-        for stats in self.history:
+        for stats in map(json.loads, self.path.open()):
             if "eval_accuracy" in stats:
-                print(f"held out, after {stats['step']:3} steps  {self.shown(self.HELD_OUT, stats)}")
+                print(f"held out, after {stats['step']:3} steps  {self.shown(stats, held_out=True)}")
         print(f"model and checkpoint       {checkpoints(self.args)[-1]}")
         print(f"metrics                    {self.path}")
         if self.interrupted:
@@ -890,7 +887,7 @@ def forms(text):
 def math_reward(completion, answer):
     r"""1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0. Not read: algebra
     ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding (0.33 is not 1/3), matrices, 1\pm2,
-    case (Odd is not odd), which name a value has (x=5 is y=5), units (5 mm is 5 cm)."""
+    case (Odd is not odd), names (x=5 is y=5), units (5 mm is 5 cm)."""
     given = extract_answer(completion)
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))

@@ -33,7 +33,7 @@ import common
 
 def parse_args(argv=None):
     """The flags that change the equations; common.add_args has those that every script shares."""
-    parser = common.Parser(__file__, __doc__)
+    parser = common.parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
     add("--prompts", type=int, default=256, metavar="P", help="prompts per step; more make a steadier gradient")
     add("--group_size", type=int, default=1, metavar="G", help="completions per prompt; PPO needs no group")
@@ -151,7 +151,8 @@ def update(policy, value, optimizers, rollout, args):
                 (args.vf_coef * error / rows).backward()
                 logged.append(stats | value_stats | common.padding(b))
             logged.append(optimizers["policy"].step() | optimizers["value"].step("value_"))
-    return common.means(logged, began)
+    tokens = args.epochs * rollout["attention"].sum().item()
+    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - began)}
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
@@ -175,7 +176,7 @@ def main(args):
         stats["seconds"] = time.perf_counter() - began
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        log.log(step, stats, batch[0]["question"], rollout)
+        log.log(step, stats, batch[0], rollout)
         if step % args.save_every == 0 or step == args.steps or log.interrupted:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
     log.close()

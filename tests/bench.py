@@ -62,7 +62,7 @@ class Bench:
         shape, self.work = SIZES[size]
         P, G, S, T = self.work.values()
         work = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}"]
-        self.args = grpo.parse_args(work + script_args)
+        self.args = grpo.parse_args(work + ["--out=."] + script_args)
         self.table, self.gpu, self.pairs = {}, self.args.device != "cpu", 7 if size == "tiny" else 3
         self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)

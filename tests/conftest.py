@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -147,7 +148,7 @@ def refused(capsys, *words, status=2):
     with pytest.raises(SystemExit) as left:
         yield
     error = capsys.readouterr().err
-    assert left.value.code == status and error.startswith("error: ") and error.count("\n") == 1, error
+    assert left.value.code == status and re.match(r"(\w+\.py: )?error: .*\n$", error), error
     assert all(word in error for word in words), error
 
 def train(script, flags, out="run"):

@@ -115,17 +115,18 @@ def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_
             train(grpo, f"{TINY} --model gpt --max_new_tokens {tokens}")
     train(grpo, f"{TINY} --model gpt --max_new_tokens 107")  # leaves 21 for the prompt
 
-@pytest.mark.parametrize("flags, copies", [("--save_every 1", 2), ("--save_every 2", 1)])
-def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(flags, copies, monkeypatch, capsys):
+@pytest.mark.parametrize("script, models", [(grpo, 1), (ppo, 2)])
+def test_a_disk_without_room_for_two_checkpoints_gets_one_and_for_none_is_refused(script, models, monkeypatch, capsys):
     """14 bytes per parameter: its weight in bfloat16, its master and two moments."""
-    model = transformers.AutoModelForCausalLM.from_pretrained("model")
-    for script, parameters in ((grpo, model.num_parameters()), (
-            ppo, model.num_parameters() + model.base_model.num_parameters() + model.config.hidden_size + 1)):
-        for spare in (0, -1):
-            free = 14 * copies * parameters + spare
-            monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
-            with refused(capsys, "--out", "disk", f"{copies} checkpoint") if spare else contextlib.nullcontext():
-                train(script, f"{TINY} {flags} --steps 2", out=f"{script.__name__}{spare}")
+    saves = spy(monkeypatch, common, "save_checkpoint")
+    size = 14 * models * transformers.AutoModelForCausalLM.from_pretrained("model").num_parameters()
+    for free, steps in ((size - 1, []), (size, [2]), (2 * size - 1, [2]), (2 * size, [1, 2])):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+        saves.clear()
+        with contextlib.nullcontext() if steps else refused(capsys, "--out", "checkpoint", "disk"):
+            train(script, f"{TINY} --save_every 1 --steps 2", out=f"run{free}")
+        assert [save.step for save in saves] == steps
+        assert ("saving at the end only" in capsys.readouterr().out) == (len(steps) == 1)
 
 def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, capsys):
     """Of 100 million parameters 18 bytes are held for each, with a reference 20; offloaded 6 and 8."""
@@ -286,7 +287,7 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     rows = train(script, f"{TINY} --steps 5 --eval_every 2 --save_every 3 --eval_problems 3 --eval_samples 4")
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
     assert {len(call.problems) for call in calls} == {3} and [call.step for call in saved] == [3, 5]
-    always = {"eval_accuracy", "eval_sampled_accuracy", "eval_completion_length"}
+    always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
     assert {key for key in rows[0] if key.startswith("eval")} == always | {"eval_pass@2", "eval_pass@4"}
     assert newest().name == "step-5" and train(script, TINY, out="one")[0].keys() == always | {"step"}
 
@@ -340,7 +341,7 @@ def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, sp
     for value in ("--lr=0.01", "--group_size=2", "--temperature=1.0", "--dtype=float32", "M parameters"):
         assert value in words, "the values in force are printed"
     assert len(re.findall(r"^step [12]/2 +reward", said, re.M)) == 2 and "held out, after 2 steps" in said
-    assert f"(reward {calls[0].result[0]['rewards'][0].item():g})" in said
+    assert f"(reward {calls[0].result[0]['rewards'][0].item():g}, answer 1)" in said
     close = said[said.rindex("held out, after   0 steps"):]
     assert all(word in close for word in (str(newest()), "run/metrics.jsonl", "after   2 steps"))
     assert all(f"greedy {row['eval_accuracy']:.3f}" in close for row in (rows[0], rows[-1]))

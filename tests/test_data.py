@@ -84,7 +84,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
     "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
     "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 rows"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 of 0 --eval_split"),
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
 @pytest.mark.parametrize("case", BAD_FILES)
@@ -150,7 +150,7 @@ def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
     flags = f"{splits_of(rows)} --max_prompt_tokens 60"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    assert re.search(r"^11 problems to train on; 6 .*left out", capsys.readouterr().out, re.M)
+    assert re.search(r"^11 problems to train on .6 of 17 left out", capsys.readouterr().out, re.M)
     assert len(load(f"{flags} --reward_model judge")[0]) == 14, "a reward model needs no gold answer"
 
 @every_script
@@ -216,7 +216,8 @@ class Grader:
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "gives nan completion"),
     (lambda n: [float("-inf")] * n, "gives -inf completion"),
-    (lambda n: [1.0], "gives 1"), (lambda n: [1.0] * 9, "gives 9"), (lambda n: [[1.0]] * n, "gives 1")])
+    (lambda n: [1.0], "gives 2 numbers longer"), (lambda n: [1.0] * 9, "gives 2 numbers shorter"), (lambda n: [[1.0]] * n, "gives list"),
+    (lambda n: None, "gives NoneType"), (lambda n: [None] * n, "gives NoneType"), (lambda n: ["good"] * n, "gives good")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, words, monkeypatch, capsys):
     def gives(problems, completions):
         return given(len(completions))

@@ -23,7 +23,8 @@ REFUSED = {
     "changes its logits after the head":  # by a factor, a bias, a cap or a layer
         "cohere, cohere2, cohere2_moe, granite, granitemoe, minicpm3, "
         "bert, codegen, electra, gemma2, gptj, nanochat, phi, rembert, roberta, roformer, vaultgemma",
-    "has other logits token by token": "bart, gpt_neo beyond its window, marian, mbart, pegasus",
+    "has other logits token by token":
+        "bart, gpt_neo beyond its window, marian, mbart, pegasus, phi3 beyond its longrope",
     "in training mode": "phimoe, mixtral with noise",
     "cannot be sampled from":  # it has another cache, or masks of another kind
         """bailing_hybrid, bloom, deepseek_v32, gpt_neox_japanese, hrm_text, kimi_linear, lfm3, llama4_text,
@@ -57,8 +58,9 @@ OTHER = {
     "mistral without window": {"sliding_window": None},
     "mixtral with noise": {"router_jitter_noise": 0.1}, "phimoe": {"router_jitter_noise": 0.3},
     "opt with narrow ends": {"hidden_size": 64},
-    "phi3 with longrope": {"original_max_position_embeddings": 32, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [9.0] * 4}},
+    **{name: {"original_max_position_embeddings": length, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [9.0] * 4}}
+       for name, length in (("phi3 with longrope", 36), ("phi3 beyond its longrope", 32))},
     "qwen2 with window": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}}
 PROMPTS = [[5, 9, 11, 3, 7, 60, 33, 12, 13, 17, 2, 0], [8, 4, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
@@ -86,7 +88,7 @@ def load(name, path):
         weight.data[0] = torch.nan
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
-    args = ppo.parse_args(["--model", str(path), "--device", "cpu", "--dtype", "float32",
+    args = ppo.parse_args(["--model", str(path), "--out", str(path), "--device", "cpu", "--dtype", "float32",
                            "--max_prompt_tokens", "24", "--max_new_tokens", "12"])
     policy, tokenizer = common.load_policy(args)
     common.settle(args, policy)

@@ -83,7 +83,8 @@ def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
     source = save_tiny(tmp_path, family, **dict.fromkeys(rate.split(), 0.5))
     args = settings(grpo, model=source, minibatches=2, group_size=3, micro_batch_tokens=cut, temperature=T)
     (model, _), rollout = common.load_policy(args), random_batch(12, seed=5)
-    rollout["old_logp"] = common.over_rollout(common.token_logprobs, model, rollout, args)
+    with torch.no_grad():
+        rollout["old_logp"] = common.over_rollout(common.token_logprobs, model, rollout, args)
     for minibatch in common.minibatches(rollout, 2, 3):
         for b in common.micro_batches(minibatch, cut):
             new = common.token_logprobs(model, b, T)

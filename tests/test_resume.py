@@ -231,6 +231,20 @@ def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(
     found = starting("")
     assert len(set(found)) == len(found) > 0 and all(out.startswith("runs/grpo") for out in found)
 
+def test_a_run_is_continued_by_one_process_at_a_time(capsys):
+    """By another one only when the first has ended, however it ended."""
+    train(grpo, TINY)
+    before, other = files("run"), subprocess.Popen(
+        [sys.executable, "-c", "import filelock; lock = filelock.FileLock('run/.lock'); lock.acquire(); print(flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    with refused(capsys, "--out run", "in use"):
+        resume(grpo, "run", "--steps 2")
+    assert files("run") == before
+    other.kill()
+    other.wait()
+    assert len(resume(grpo, "run", "--steps 2")) == 3
+
 @every_script
 def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(script, spread, capsys):
     train(script, f"{STEADY} --beta 0.1")
@@ -292,5 +306,5 @@ def test_flags_given_again_override_and_are_kept_and_a_finished_run_says_so(spre
     assert (args.steps, args.lr, args.gradient_checkpointing, args.model) == (2, 0.5, False, "model")
     before, _ = files("run"), capsys.readouterr()
     resume(ppo, "run")
-    assert "has taken its 2 steps: to go on, give more --steps" in capsys.readouterr().out
+    assert "resumed after step 2, the last: give more --steps" in capsys.readouterr().out
     assert files("run") == before

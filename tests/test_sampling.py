@@ -99,7 +99,7 @@ def test_greedy_tokens_are_those_of_transformers(family, config, monkeypatch):
     ("mamba", {}, "cannot be sampled"), ("gpt2", {"attn_pdrop": 0.5}, "training mode")])
 def test_a_family_that_cannot_be_sampled_or_scored_is_refused(capsys, family, config, word):
     with refused(capsys, "--model", word):
-        common.check_model(tiny_model(family, **config), settings(grpo, max_prompt_tokens=16))
+        common.settle(settings(grpo, max_prompt_tokens=16, out="."), tiny_model(family, **config))
 
 def test_sampling_stops_when_all_rows_have():
     """No forward passes for rows that are all done."""
@@ -261,8 +261,9 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
     calls = spy(monkeypatch, common, "generate")
     args = settings(grpo, eval_samples=n, max_new_tokens=5, temperature=0.6, prompts=rows, group_size=1)
     result = common.evaluate(None, None, problems, reward, args)
-    expected = {"eval_accuracy": statistics.fmean(row[1] for row in rewards),
-                "eval_sampled_accuracy": statistics.fmean(r for row in rewards for r in row[:n]),
+    expected = {"eval_accuracy": statistics.fmean(row[1] >= 1 for row in rewards),
+                "eval_sampled_accuracy": statistics.fmean(r >= 1 for row in rewards for r in row[:n]),
+                "eval_reward": statistics.fmean(r for row in rewards for r in row[:n]),
                 "eval_completion_length": statistics.fmean(len(p["prompt"]) for p in problems)}
     for k in (2, 4, 8) if n == 8 else ():
         best = [max(subset) for row in rewards for subset in itertools.combinations(row, k)]

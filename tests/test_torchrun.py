@@ -84,7 +84,7 @@ def test_two_processes_train_as_one(folder, name, runs):
 
 def test_only_the_first_process_prints_and_writes(runs):
     assert runs[1].count("problems to train on") == 10 and runs[1].count("interrupted; go on with") == 2
-    assert all(len(list((runs[0] / "two" / name).iterdir())) == 3 for name in RUNS)  # args, metrics, step-2
+    assert all(len(list((runs[0] / "two" / name).iterdir())) == 4 for name in RUNS)  # .lock, args, metrics, step-2
 
 if __name__ == "__main__":
     torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)
