@@ -3,10 +3,10 @@
     pip install matplotlib
     python tests/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
 
-A run is its directory or a .jsonl file such as its metrics.jsonl. Runs whose names differ only in a trailing
--seed0 or -s0 are one line: the mean at the steps that all of them have, with a band of one standard deviation
-on either side. A quantity that no run has logged gets no panel. With --of there is one quantity, and a panel for
-each directory that holds runs.
+A run is its directory or a .jsonl file such as its metrics.jsonl; a directory without one is left out. Runs
+whose names differ only in a trailing -seed0 or -s0 are one line: the mean at the steps that all of them have,
+with a band of one standard deviation on either side. A quantity that no run has logged gets no panel. With --of
+there is one quantity, and a panel for each directory that holds runs.
 """
 import argparse
 import collections
@@ -92,7 +92,8 @@ if __name__ == "__main__":
     parser.add_argument("--scale", choices=["linear", "log", "logit"], default="linear", help="of the quantities")
     args = parser.parse_args()
     folders = collections.defaultdict(lambda: collections.defaultdict(list))
-    for folder, name, steps in map(read_run, args.runs):
+    begun = [run for run in args.runs if Path(run).is_file() or Path(run, "metrics.jsonl").exists()]
+    for folder, name, steps in map(read_run, begun or args.runs):
         folders[folder if args.of else ""][name].append(steps)
     wanted = {args.of: args.of} if args.of else PANELS
     panels = [(folder or wanted[key], key, groups) for key in wanted for folder, groups in folders.items()

@@ -1,10 +1,15 @@
-"""The benchmark runs, and its plain ways compute what the fast ones do: else they would be no comparison."""
+"""The benchmark runs, and its plain ways compute what the fast ones do: else they would be no comparison. The
+curves are those of the runs."""
+import importlib.util
 import math
+import subprocess
+import sys
 
 import bench
+import plot
 import pytest
 import torch
-from conftest import random_batch, tiny_model
+from conftest import ROOT, random_batch, tiny_model
 
 import common
 
@@ -26,3 +31,17 @@ def test_plain_ways_compute_the_same(family):
     logps = [f(model, batch, 0.7) for f in (common.token_logprobs, bench.plain_logprobs)]
     torch.testing.assert_close(*logps, rtol=1e-4, atol=1e-5)
     assert sum((part["row"].tolist() for part in bench.plain_micro_batches(batch, 60)), []) == list(range(7))
+
+def test_curves_are_means_and_deviations_at_the_steps_of_all_runs():
+    runs = [{0: {"kl": 1.0}, 2: {"kl": 2.0}, 4: {"kl": 7.0}}, {0: {"kl": 3.0}, 2: {"loss": 9.0}, 4: {"kl": 7.0}}]
+    assert plot.curve(runs, "kl") == ([0, 4], [2.0, 7.0], [pytest.approx(2 ** 0.5), 0.0])
+
+def test_curves_are_drawn_of_runs_that_have_begun(tmp_path):
+    (tmp_path / "killed").mkdir()
+    runs = [*(ROOT / "tests" / "results").glob("ppo-seed*.jsonl"), tmp_path / "killed"]
+    done = subprocess.run([sys.executable, ROOT / "tests" / "plot.py", *runs, "--out", tmp_path / "curves.png"],
+                          capture_output=True, text=True)
+    if importlib.util.find_spec("matplotlib"):
+        assert done.returncode == 0 and (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG", done.stderr
+    else:
+        assert done.returncode == 2 and "pip install matplotlib" in done.stderr and done.stderr.count("\n") == 1
