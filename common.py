@@ -671,11 +671,13 @@ def launch(main, args):
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
     lock = FileLock(Path(args.out, ".lock"))
-    try:  # of two runs one makes the directory, of two that resume one has the lock
-        Path(args.out).mkdir(parents=True, exist_ok=args.resume)
-        lock.acquire(timeout=0)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        if not args.resume and {path.name for path in Path(args.out).iterdir()} - {".lock"}:
+            fail(f"--out {args.out}: is not empty: continue its run with --resume, or give another")
+        lock.acquire(timeout=0)  # one process at a time; a kill frees it
     except OSError as error:
-        fail(f"--out {args.out}: {error.strerror or 'in use'} (a run is continued with --resume)")
+        fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     try:
         main(args)
     except KeyboardInterrupt:
@@ -686,9 +688,9 @@ def launch(main, args):
     except (OSError, ImportError) as error:  # a full disk, no TensorBoard
         fail(f"{error}; what was saved is as it was")
     finally:
-        lock.release()
         if [path.name for path in Path(args.out).iterdir()] == [".lock"]:
             shutil.rmtree(args.out)
+        lock.release()
 
 def checkpoints(args):
     """The complete checkpoints in --out, oldest first."""

@@ -101,11 +101,11 @@ def test_names_that_are_nothing_bad_reward_models_and_a_taken_out_are_refused(ca
         with refused(capsys, *flags.split()):
             train(grpo, f"{TINY} {flags}")
     Path("file").write_text("mine")
-    Path("taken").mkdir()
+    Path("taken", "my notes").mkdir(parents=True)
     for out in ("file", "file/below", "taken", "x" * 300):
         with refused(capsys, "--out", out):
             train(grpo, "--model gone", out=out)
-    assert Path("file").read_text() == "mine" and not list(Path("taken").iterdir())
+    assert Path("file").read_text() == "mine" and [path.name for path in Path("taken").iterdir()] == ["my notes"]
 
 def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_room(capsys):
     """GPT-2's learned positions end at 128 here: going beyond is an index error, on a GPU a dead context."""

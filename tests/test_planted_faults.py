@@ -137,8 +137,9 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ('Path(args.out, "unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
     ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
     ('glob("step-*/")', 'glob("step-*")', "resume: users"),
-    ("exist_ok=args.resume", "exist_ok=True", "resume: same_instant"),
-    ("        lock.acquire(timeout=0)\n", "", "resume: one_process"),
+    ("        if not args.resume and {path", "        if False and {path", "cli: taken"),
+    ("        lock.acquire(timeout=0)", "        pass", "resume: same_instant"),
+    ("        lock.acquire(timeout=0)", "        pass", "resume: one_process"),
     ('Path(args.out, "args.tmp").write_text(', 'Path(args.out, "args.json").write_text("{}")\n'
      '        Path(args.out, "args.tmp").write_text(', "resume: newest"),
     ('Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes()', "self.path.read_bytes()", "resume: damaged_or_lost"),

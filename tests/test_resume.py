@@ -222,7 +222,7 @@ def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(
             args = grpo.parse_args(shlex.split(flags))
             barrier.wait()
             with contextlib.suppress(SystemExit):
-                common.launch(lambda args: (found.append(args.out), Path(args.out, "mine").touch()), args)
+                common.launch(lambda args: (found.append(args.out), time.sleep(1)), args)
         threads = [threading.Thread(target=start) for _ in range(8)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
@@ -235,8 +235,8 @@ def test_a_run_is_continued_by_one_process_at_a_time(capsys):
     """By another one only when the first has ended, however it ended."""
     train(grpo, TINY)
     before, other = files("run"), subprocess.Popen(
-        [sys.executable, "-c", "import filelock; lock = filelock.FileLock('run/.lock'); lock.acquire(); print(flush=True); input()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        [sys.executable, "-c", "import filelock; lock = filelock.FileLock('run/.lock'); lock.acquire(); "
+         "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     other.stdout.readline()
     with refused(capsys, "--out run", "in use"):
         resume(grpo, "run", "--steps 2")
