@@ -4,15 +4,17 @@ Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions 
 completion), T completion positions, M tokens, V vocabulary, H width of the hidden states.
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on both, 0 on padding; from lengths, as prompts may hold eos too
+    attention  (N, L)  1 on both, even where a prompt holds eos, 0 on padding
     mask       (N, T)  1 on the sampled tokens, the first eos included, 0 behind them
     row        (N,)    its number in the rollout
 The scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
+import contextlib
 import copy
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -28,7 +30,7 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-TOY = str(Path(__file__).resolve().parent / "tests" / "toy")  # default model and problems
+TOY = str(Path(__file__).resolve().parent / "tests/toy")  # default model and problems
 
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, temperature):
@@ -46,17 +48,16 @@ def token_values(model, batch, temperature=None):
 
 def completion_states(model, batch):
     """Of the M completion tokens: their places (row, t) in (N, T), the hidden states (M, H) that predict them,
-    one position before their own (the only shifted index here), and their ids (M,)."""
+    one position earlier (the only shift here), and their ids (M,)."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
-    # Causal attention never looks right: padding there needs no mask.
+    # Causal attention never looks right: no mask for padding there.
     hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state  # (N, L, H)
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def head_logits(hidden, weight, temperature=1.0):
-    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V), in float32: bfloat16 would move log-probs by
-    up to 0.07."""
+    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V) float32: bfloat16 moves log-probs by up to .07."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
@@ -66,7 +67,7 @@ def head_logits(hidden, weight, temperature=1.0):
 
 class ChunkedLogProbs(torch.autograd.Function):
     """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes the
-    logits again: (C, V) numbers in memory instead of several times (M, V), for one more product."""
+    logits again: (C, V) numbers in memory, not several times (M, V), for one more product."""
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature):
         """(M, H), (V, H), (M,) -> (M,)"""
@@ -76,7 +77,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
             logits = head_logits(h, weight, temperature)  # (C, V)
             logp.append(logits.gather(1, y[:, None]).squeeze(1) - logits.logsumexp(-1))
-            del logits  # before the next are made
+            del logits  # before the next
         return torch.cat(logp)
 
     @staticmethod
@@ -102,11 +103,10 @@ def minibatches(rollout, count, group_size):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens):
-    """Cut `batch` into micro-batches of at most `tokens` positions, padding included, or a single row. Rows are
-    sorted by length and trimmed to the longest; one 15 % and 8 positions shorter begins the next."""
+    """Cut `batch` into micro-batches of at most `tokens` positions, padding included, or one row. Rows are sorted
+    by length and trimmed to the longest; a row shorter than .85 of it - 8 begins the next."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
-    completions = batch["mask"].sum(1).long()[order].tolist()
-    lengths, begin = lengths.tolist(), 0
+    lengths, completions, begin = lengths.tolist(), batch["mask"].sum(1).long()[order].tolist(), 0
     while begin < len(lengths):
         L, end = lengths[begin], begin + 1
         while end < len(lengths) and lengths[end] >= 0.85 * L - 8 and (end + 1 - begin) * L <= tokens:
@@ -120,8 +120,8 @@ def select(batch, rows):
     return {name: value[rows] for name, value in batch.items() if torch.is_tensor(value)}
 
 def over_rollout(function, model, rollout, args):
-    """token_logprobs or token_values of a rollout, (N, T). In the pieces of the update: in bfloat16 a log-prob
-    depends on the rows beside it, by more than GSPO's clip range."""
+    """token_logprobs or token_values of a rollout, (N, T), in the pieces of the update: in bfloat16 a log-prob
+    depends on the rows beside it by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -129,7 +129,7 @@ def over_rollout(function, model, rollout, args):
     return result
 
 def padding(batch):
-    """The share of a micro-batch's positions without a token: (sum, count)."""
+    """A micro-batch's positions without a token: (sum, count)."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
 def means(logged):
@@ -146,18 +146,17 @@ def means(logged):
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with warm-up and clipping of the norm. In bfloat16 an
-    update at a learning rate of 1e-6 is rounded away in 98 % of the weights."""
+    """AdamW on float32 masters of a model's weights, with warm-up and norm clipping. At a learning rate of
+    1e-6 bfloat16 rounds the update of 98 % of the weights away."""
     def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.args, self.taken = lr, args, 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        self.masters = {}
-        for name, weight in self.weights.items():
+        self.masters = {name: w.detach().to(self.device, torch.float32) for name, w in self.weights.items()}
+        for weight in self.weights.values():
             weight.grad_dtype = torch.float32
-            self.masters[name] = weight.detach().to(self.device, torch.float32)
         # torch's 0.999 remembers longer than a short run
         self.adamw = torch.optim.AdamW(self.masters.values(), lr, (0.9, 0.95), eps, 0.0, fused=True)
 
@@ -196,38 +195,36 @@ class Optimizer:
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
     """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature), or
-    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. transformers' generate
-    would apply the model's own top_k and the like. This loop reads a prompt once for its group, drops finished
+    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. Unlike transformers'
+    generate it ignores the model's own top_k and the like, reads a prompt once for its group, drops finished
     rows, and on a GPU replays a CUDA graph per token."""
     began, was_training = time.perf_counter(), model.training
-    model.eval()  # in training mode checkpointing drops the cache without a word
+    model.eval()  # in training mode checkpointing silently drops the cache
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
     rows.append(rows.read_prompts())
     recorded = None
     for t in range(1, max_new_tokens):
-        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # looking makes a GPU wait
+        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # a look syncs the GPU
             if not rows.running.any():
                 break
             rows.drop_finished()
-        rows.width = math.ceil((rows.S + t) / rows.width_step) * rows.width_step
+        if rows.S + t > rows.width:
+            rows.width += rows.width_step
         shape = len(rows.kept), rows.width
         if shape == recorded:  # a graph is for tensors of one shape
             replay()
         else:
-            rows.next_token()  # libraries set themselves up, which no graph may hold
+            rows.next_token()  # warm-up, which no graph may hold
             replay = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
             recorded = shape
     model.train(was_training)
     return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
 
 def record(step):
-    """Record the kernels of `step` in a CUDA graph; returns its replay."""
+    """Record `step` in a CUDA graph; returns its replay."""
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:  # the model waits for a value
-        fail(f"this model cannot be recorded: give --no-cuda_graphs ({error})")
+    with or_fail("this model cannot be recorded: give --no-cuda_graphs"), torch.cuda.graph(graph):
+        step()  # an error: the model waits for a value
     return graph.replay
 
 def stop_ids(model, tokenizer):
@@ -236,21 +233,22 @@ def stop_ids(model, tokenizer):
     return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 class Rows:
-    """Completions being written, and the model's cache: keys and values of each layer (n, length, heads, D),
-    those of position p of row i at [i, p], so that no prompt is padded on the left. A CUDA graph can replay a
-    token: all changes are in place, and no size depends on a value."""
+    """Completions being written, and itself the model's `past_key_values`: keys and values of each layer
+    (n, length, heads, D), position p of row i at [i, p], so no prompt is padded on the left. A CUDA graph can
+    replay a token: all changes are in place, and no size depends on a value."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
         self.S, self.stop, self.layers = max(map(len, prompts)), torch.tensor(stop, device=device), []
-        # attention looks at `width` positions; each width is a graph
+        # attention sees `width` positions; a graph for each
         self.width_step = step = 256 if device.type == "cuda" else 1
         self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
         rows = [prompt for prompt in prompts for _ in range(group_size)]
         self.ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)  # (N, length)
-        self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
+        self.prompt_lengths = torch.tensor(list(map(len, rows)), device=device)  # (N,)
         self.position = self.prompt_lengths - 1  # (N,) of the last token
         self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
-        self.kept = torch.arange(len(self.ids), device=device)  # (n,) rows that are in the cache
+        self.row = torch.arange(len(self.ids), device=device)  # (N,)
+        self.kept = self.row  # (n,) rows that are in the cache
 
     def read_prompts(self):
         """Read each prompt once for its group; logits of the next tokens, (N, V)."""
@@ -266,11 +264,12 @@ class Rows:
 
     def read(self, ids, positions, last):
         """Read ids (n, s) at `positions` (n, s); logits of the token after column `last` of each row, (n, V)."""
-        row = torch.arange(len(ids), device=ids.device)  # (n,)
+        row = self.row[:len(ids)]  # (n,)
         self.place = row[:, None], positions
         masks = attention_masks(self.model, positions, self.width)
-        hidden = self.model.base_model(input_ids=ids, attention_mask=masks, position_ids=positions,
-                                       past_key_values=self, use_cache=True).last_hidden_state  # (n, s, H)
+        hidden = self.model.base_model(
+            input_ids=ids, attention_mask=masks, position_ids=positions, past_key_values=self,
+            use_cache=True).last_hidden_state  # (n, s, H)
         return head_logits(hidden[row, last], self.model.get_output_embeddings().weight)
 
     def update(self, keys, values, layer, *_):
@@ -283,7 +282,7 @@ class Rows:
         return [x[:len(keys), :self.width].transpose(1, 2) for x in self.layers[layer]]
 
     def get_seq_length(self, *_):
-        return 0  # asked by some families for positions, which they are given
+        return 0  # for positions, which the models are given
 
     def append(self, logits):
         """Draw the running rows' tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick."""
@@ -306,28 +305,26 @@ class Rows:
             cached[:len(going)] = cached[going]
 
     def rollout(self, tokenizer):
-        """All rows, as a rollout."""
         starts, ends = self.prompt_lengths, self.position + 1  # (N,) both
         column, lengths = torch.arange(ends.max(), device=ends.device), ends - starts
         texts = [row[a:b] for row, a, b in zip(self.ids.tolist(), starts.tolist(), ends.tolist())]
         return {"ids": self.ids[:, :len(column)], "attention": (column < ends[:, None]).long(),
                 "mask": (column[:lengths.max()] < lengths[:, None]).float(),
-                "row": torch.arange(len(ends), device=ends.device), "finished": ~self.running,
+                "row": self.row, "finished": ~self.running,
                 "texts": tokenizer.batch_decode(texts, skip_special_tokens=True)}
 
 def attention_masks(model, positions, width):
-    """What is added to attention scores at `positions` (n, s): 0, or -inf where a token must not look,
-    (n, 1, s, width); a dict of two if some layers see all and others a window."""
+    """Added to attention scores at `positions` (n, s): 0, or -inf where a token must not look,
+    (n, 1, s, width); a dict if some layers see all and others a window."""
     config = model.config.get_text_config()
     at, column = positions[:, None, :, None], torch.arange(width, device=positions.device)
-    full = torch.zeros_like(column > at, dtype=model.dtype).masked_fill_(column > at, -math.inf)
+    full = torch.where(column > at, -math.inf, 0.0).to(model.dtype)
     windowed = full.masked_fill(column <= at - (getattr(config, "sliding_window", None) or width), -math.inf)
     masks = {"full_attention": full, "sliding_attention": windowed}
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 def rollout_stats(rollout, group_size):
-    """What a rollout shows before it is trained on."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
@@ -343,14 +340,14 @@ def rollout_stats(rollout, group_size):
 def evaluate(policy, tokenizer, problems, reward, args):
     """Share of right answers to held-out problems: greedy, and in n = --eval_samples samples of each, with
     the unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
-    torch.manual_seed(args.seed)  # the same draws at every evaluation
+    torch.manual_seed(args.seed)  # the same draws every time
     problems, result = sorted(problems, key=lambda p: len(p["prompt"])), {}
     for n, temperature in [(1, 0.0), (args.eval_samples, args.temperature)]:
         rewards, lengths, size = [], [], max(1, args.prompts * args.group_size // n)  # rows as in a rollout
         for i in tqdm(range(0, len(problems), size), desc="evaluating", leave=False, disable=None):
             part = problems[i:i + size]
-            rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, args.max_new_tokens, temperature,
-                               args.cuda_graphs)
+            prompts = [p["prompt"] for p in part]
+            rollout = generate(policy, tokenizer, prompts, n, args.max_new_tokens, temperature, args.cuda_graphs)
             rewards.append(score(reward, part, rollout).view(-1, n))
             lengths.append(rollout["mask"].sum(1))
         rewards = torch.cat(rewards)  # (problems, n)
@@ -358,7 +355,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
         result["eval_sampled_accuracy" if temperature else "eval_accuracy"] = right.float().mean().item()
     result["eval_reward"] = rewards.mean().item()
     result["eval_completion_length"] = torch.cat(lengths).mean().item()
-    for k in (2 ** i for i in range(1, n.bit_length())):
+    for k in (2 ** i for i in range(1, n.bit_length())):  # 2, 4, ...
         misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
     return result
@@ -370,14 +367,14 @@ def settle(args, policy, trained_models=1):
     for name, value in vars(args).items():
         if isinstance(value, dict):
             setattr(args, name, value["toy" if size < 1_000_000 else "real"])
-    if size < 1_000_000 and args.device == "cpu":
-        torch.set_num_threads(1)  # the same sums on every machine
-    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
-    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
+    if size < 1_000_000:
+        torch.set_num_threads(1)  # equal sums on every machine
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
+    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
+    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
     per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
@@ -387,44 +384,40 @@ def settle(args, policy, trained_models=1):
         fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
     if 2 * saved > free and not args.resume:
         args.save_every = args.steps
-        print("warning: the disk cannot hold two checkpoints: saving at the end only")
-    try:
+        print("warning: no disk for two checkpoints: saving at the end")
+    with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be sampled from"):
         check_model(policy, args)
-    except Exception as error:  # families with other caches raise what they like
-        fail(f"--model {args.model}: {type(policy).__name__} cannot be sampled from: {error!r}")
 
-def load(kind, flag, source, args):
-    """`source` by the transformers class `kind`, on --device, in --dtype, without dropout; and its tokenizer."""
-    import transformers  # takes a second: not before the flags are known to be good
-    transformers.logging.set_verbosity_error()  # its notes are on its own training loop
+def load(kind, flag, args):
+    """The transformers `kind` that --`flag` names, on --device, in --dtype, without dropout; and its tokenizer."""
+    import transformers  # takes a second: not before the flags are checked
+    transformers.logging.set_verbosity_error()  # notes on its own training loop
     transformers.logging.disable_progress_bar()
-    try:
+    source = getattr(args, flag)
+    with or_fail(f"--{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded"):
         model, found = getattr(transformers, kind).from_pretrained(
             source, dtype=getattr(torch, args.dtype), use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # readers and the network raise what they like
-        fail(f"{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded: {error}")
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    missing += ["tokenizer"] * (len(tokenizer) < 3)
+    missing += ["tokenizer"] * (tokenizer.vocab_size < 3)
     if missing:
-        fail(f"{flag} {source}: lacks, or has in another shape: {', '.join(missing)}")
-    for module in model.modules():  # with dropout old and new log-probs are of different networks
+        fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
+    for module in model.modules():  # with dropout old and new log-probs are of two networks
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
     return model.to(args.device).train(), tokenizer
 
 def load_policy(args):
-    """The policy, ready to train, and its tokenizer."""
-    policy, tokenizer = load("AutoModelForCausalLM", "--model", args.model, args)
+    policy, tokenizer = load("AutoModelForCausalLM", "model", args)
     size, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
     if len(tokenizer) > size or not ends:
         fail(f"--model {args.model}: its tokenizer has {len(tokenizer)} of {size} tokens, end tokens {ends}")
     return policy, tokenizer
 
 def load_value(policy):
-    """PPO's value model: a copy of the policy with a scalar head in float32 that starts at 0."""
+    """PPO's value model: a copy of the policy with a float32 scalar head that starts at 0."""
     model, weight = copy.deepcopy(policy.base_model), policy.get_output_embeddings().weight
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # near 1 bfloat16 has steps of .004
     torch.nn.init.zeros_(model.score.weight)
@@ -433,10 +426,10 @@ def load_value(policy):
 
 @torch.no_grad()
 def check_model(model, args):
-    """Sample after two prompts, one as long as may be; stop if the model's own logits differ."""
+    """Sample after two prompts, one of full length; stop if the model's own logits differ."""
     T, longest = 4, max(8, args.max_prompt_tokens + args.max_new_tokens)
     vocabulary, draw = range(model.get_input_embeddings().num_embeddings), random.Random(0).choices
-    prompts = [draw(vocabulary, k=longest - T), draw(vocabulary, k=longest // 2)]
+    prompts = [draw(vocabulary, k=k) for k in (longest - T, longest // 2)]
     rows = Rows(model.eval(), prompts, 1, T, temperature=0, stop=[])
     sampled, rows.width = [rows.read_prompts()], longest
     for _ in range(T - 1):
@@ -450,7 +443,7 @@ def check_model(model, args):
     headed = head_logits(states[-T:], model.get_output_embeddings().weight)
     close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
     for what, ours, its, tolerance in [
-            ("has logits that are not finite", own, own, close),
+            ("has logits that are not finite", own, own, close),  # nan <= nan is False
             ("changes its logits after the head", headed, own[:T], close),
             ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
             ("is random or different in training mode", trained, states, close)]:
@@ -458,18 +451,17 @@ def check_model(model, args):
             fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
 
 def load_reward(args):
-    """The reward: any function (problems, completions) -> a number per completion, at least 1 if it is right.
+    """The reward: any function (problems, completions) -> a number per completion, at least 1 if right.
     A problem is a dict with all columns of its row."""
     if not args.reward_model:
         return answer_reward
-    kind = "AutoModelForSequenceClassification"
-    judge, tokenizer = load(kind, "--reward_model", args.reward_model, args)
+    judge, tokenizer = load("AutoModelForSequenceClassification", "reward_model", args)
     if judge.config.num_labels != 1:
         fail(f"--reward_model {args.reward_model}: has {judge.config.num_labels} labels, not one")
 
     @torch.no_grad()
     def judged(problems, completions):
-        """One row at a time: models read padding in different ways."""
+        """One row at a time, without padding."""
         rewards = []
         for problem, text in zip(problems, completions):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
@@ -484,17 +476,15 @@ def answer_reward(problems, completions):
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def score(reward, problems, rollout):
-    """The rewards of a rollout, (N,) float32; the rows of a group answer one problem."""
+    """The rewards of a rollout, (N,) float32."""
     texts, name = rollout["texts"], getattr(reward, "__name__", reward)
     rewards = reward([p for p in problems for _ in range(len(texts) // len(problems))], texts)
-    try:
-        rewards = [float(r) for r, _ in zip(rewards, texts, strict=True)]
-    except (TypeError, ValueError) as error:
-        fail(f"the reward {name} must return {len(texts)} numbers, one per completion: {error}")
-    for r, text in zip(rewards, texts):
+    with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
+        rewards = torch.tensor([float(r) for r, _ in zip(rewards, texts, strict=True)])
+    for r, text in zip(rewards.tolist(), texts):
         if not math.isfinite(r):
             fail(f"the reward {name} returned {r} for the completion {text!r}")
-    return torch.tensor(rewards, device=rollout["ids"].device)
+    return rewards.to(rollout["ids"].device)
 
 # ---- Problems ----
 def load_problems(args, tokenizer):
@@ -502,7 +492,7 @@ def load_problems(args, tokenizer):
     splits = read_splits(args.dataset)
     train, held_out = splits.get(args.split), splits.get(args.eval_split)
     if list(splits) == [args.split] and args.eval_split == "test":
-        train, held_out = [], []  # a fifth of the questions, the same ones in every run
+        train, held_out = [], []  # a fifth of the questions, the same in every run
         for row in splits[args.split]:
             drawn = random.Random(str(row.get(args.question_column))).random()
             (held_out if drawn < 0.2 else train).append(row)
@@ -514,23 +504,24 @@ def load_problems(args, tokenizer):
 
 def read_splits(source):
     """{split: list of rows} of a file, a directory or a hub name."""
-    import datasets  # takes a second: only here
+    import datasets  # takes a second
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    try:
+    with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
+        if source.endswith(".jsonl"):  # datasets does not name the line
+            for n, line in enumerate(open(source, encoding="utf-8-sig"), 1):
+                with or_fail(f"--dataset {source}: line {n}"):
+                    json.loads(line.strip() or "{}")
         if Path(source).is_file():
             splits = datasets.load_dataset(formats[Path(source).suffix.lower()], data_files=source)
         else:
-            source = str(Path(source).resolve()) if Path(source).is_dir() else source  # "csv" is a reader
+            source = os.path.abspath(source) if os.path.isdir(source) else source  # plain "csv" is a reader
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)
         return {split: rows.to_list() for split, rows in splits.items()}
-    except Exception as error:  # readers and the network raise what they like
-        fail(f"--dataset {source}: no {', '.join(formats)}, directory or hub name that can be read (its row 0 is "
-             f"the first): {error.__cause__ or error!r}")
 
 def prepare(rows, tokenizer, args, purpose):
-    """Rows -> problems, without those with long prompts or no readable answer."""
+    """Rows -> problems; long prompts and unreadable answers are left out."""
     columns = [args.question_column] + [args.answer_column] * (not args.reward_model)
     if rows and not set(columns) <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: see "
@@ -548,21 +539,21 @@ def prepare(rows, tokenizer, args, purpose):
     return problems
 
 def prompt_ids(questions, system_prompt, tokenizer):
-    """Token ids of each question: by the chat template, or as plain text and a newline."""
+    """Token ids of each question: by the chat template, or as text and a newline."""
     if not questions or not tokenizer.chat_template:
         return [tokenizer(f"{system_prompt}\n{text}\n".lstrip("\n"))["input_ids"] for text in questions]
     system = [{"role": "system", "content": system_prompt}] * bool(system_prompt)
     chats = [system + [{"role": "user", "content": question}] for question in questions]
     try:
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    except Exception:  # mostly for want of a system role: the user says it
+    except Exception:  # mostly no system role: the user says it
         if not system_prompt:
             raise
         return prompt_ids([f"{system_prompt}\n\n{text}" for text in questions], "", tokenizer)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
 
 def batch_of(problems, step, args):
-    """The P problems of a step, from an endless row of shuffles: a function of --seed and the step."""
+    """The P problems of a step, from endless shuffles: a function of --seed and the step."""
     n, end = len(problems), step * args.prompts
     places = range(end - args.prompts, end)
     shuffles = {k: random.Random(f"{args.seed} {k}").sample(problems, n) for k in {i // n for i in places}}
@@ -588,51 +579,59 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as written, and defaults."""
 
 def parser(script, doc):
-    """argparse with the docstring as --help and errors of one line."""
-    made = argparse.ArgumentParser(Path(script).name, argparse.SUPPRESS, doc, formatter_class=HelpFormatter,
-                                   allow_abbrev=False)
+    """argparse with the docstring as --help."""
+    made = argparse.ArgumentParser(
+        Path(script).name, argparse.SUPPRESS, doc, formatter_class=HelpFormatter, allow_abbrev=False)
     made._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is no flag
     return made
 
 def fail(message, status=2):
-    """Say in one line what is wrong, and leave."""
+    """Say in one line what is wrong, and exit."""
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
 
+@contextlib.contextmanager
+def or_fail(message):
+    """Any error inside is one line: libraries and the network raise what they like."""
+    try:
+        yield
+    except Exception as error:
+        fail(f"{message}: {type(error).__name__}: {error} {error.__cause__ or ''}")
+
 def add_args(parser):
-    """The flags that are the same in every script."""
+    """The flags of every script."""
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model and problems").add_argument
-    add("--model", default=TOY, help="directory or hub name; below a million parameters it is a toy in what follows")
+    add("--model", default=TOY, help="directory or hub name; a toy below a million parameters")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv or .parquet file, directory or hub name")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; without splits a fifth is held out")
-    add("--question_column", default="question", metavar="NAME", help="column with the question")
-    add("--answer_column", default="answer", metavar="NAME", help="column with the gold answer")
-    add("--system_prompt", metavar="TEXT", help="instruction before every question",
+    add("--question_column", default="question", help="column with the question")
+    add("--answer_column", default="answer", help="column with the gold answer")
+    add("--system_prompt", help="instruction before every question",
         default={"toy": "", "real": "Reason step by step, then give the final answer on a last line after ####."})
-    add("--max_prompt_tokens", type=int, default=512, metavar="N", help="longer prompts are left out")
-    add("--reward_model", help="classifier whose logit is the reward; without it: 1 for right answers")
+    add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
+    add("--reward_model", help="classifier whose logit is the reward; else 1 for right answers")
     add = parser.add_argument_group("sampling").add_argument
     add("--max_new_tokens", type=int, metavar="T", default={"toy": 48, "real": 1024}, help="longest completion")
     add("--temperature", type=float, default=1.0, help="of the softmax, in samples and log-probs alike")
-    add("--cuda_graphs", action=switch, default=True, help="replay each token's kernels as one graph")
+    add("--cuda_graphs", action=switch, default=True, help="replay a token's kernels as one graph")
     add = parser.add_argument_group("optimiser and memory").add_argument
-    add("--micro_batch_tokens", type=int, metavar="N", default=16384,
-        help="positions per forward and backward; fewer take less memory, for the same gradient")
-    add("--warmup_steps", type=int, metavar="N", default=20, help="optimiser steps in which --lr rises")
+    add("--micro_batch_tokens", type=int, default=16384,
+        help="positions per forward and backward; fewer take less memory, same gradient")
+    add("--warmup_steps", type=int, default=20, help="optimiser steps in which --lr rises")
     add("--max_grad_norm", type=float, default=1.0, help="larger gradients are scaled down to this")
     add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
-        help="compute activations twice: a third more work, far less memory")
+        help="recompute activations: a third more work, far less memory")
     add("--offload_optimizer", action=switch, default=False, help="masters and moments in host memory")
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    add("--device", choices=devices, default=devices[-1], help="where to train: a GPU if there is one")
+    add("--device", choices=devices, default=devices[-1], help="a GPU if there is one")
     add("--dtype", choices=["float32", "bfloat16"],
-        help="of the weights: bfloat16 on a GPU unless given; masters and moments are float32")
+        help="of the weights, else bfloat16 on a GPU; masters and moments are float32")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=int, default={"toy": 20, "real": 200}, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of the samples and the order of the problems")
-    add("--out", help="directory to write to; else runs/<script>-<month><day>-<time>")
+    add("--out", help="output directory; else runs/<script>-<month><day>-<time>")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
     add("--eval_every", type=int, default={"toy": 10, "real": 20}, help="steps between evaluations")
     add("--eval_problems", type=int, default={"toy": 2560, "real": 512}, help="problems per evaluation")
@@ -644,63 +643,59 @@ def parse(parser, argv):
     """Parse and check `argv`. A run to resume brings its own flags."""
     args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
     if args.resume:
-        try:
+        with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
-        except (OSError, ValueError, TypeError):  # TypeError: no --out
-            fail(f"--resume: --out {args.out} holds no run to continue")
         parser.set_defaults(**saved)
         args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
         for name in ("script", "model", "dataset", "reward_model"):
             if getattr(args, name) != saved[name]:
-                fail(f"--resume: the run in {args.out} has {name} {saved[name]}: start another")
+                fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else 1e-9 if type(value) is float else 1
+            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else {int: 1, float: 1e-9}[type(value)]
             high = 1 if name in ("gamma", "lam", "eps_low") else 10**9
             if not low <= value <= high:
                 fail(f"--{name} {value}: must be between {low} and {high}")
     if args.minibatches > args.prompts:
-        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}, as groups stay whole")
+        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     return args
 
 # ---- Run ----
 def launch(main, args):
-    """Run a script's main in --out. What a user can mend is one line, all else a traceback."""
+    """Run `main` in --out. What a user can mend is one line, all else a traceback."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
     lock = FileLock(Path(args.out, ".lock"))
     try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        if not args.resume and {path.name for path in Path(args.out).iterdir()} - {".lock"}:
-            fail(f"--out {args.out}: is not empty: continue its run with --resume, or give another")
+        os.makedirs(args.out, exist_ok=True)
+        if not args.resume and set(os.listdir(args.out)) - {".lock"}:
+            fail(f"--out {args.out}: is not empty: go on with --resume, or give another")
         lock.acquire(timeout=0)  # one process at a time; a kill frees it
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     try:
         main(args)
     except KeyboardInterrupt:
-        fail("interrupted; what was saved is as it was", 130)
+        fail("interrupted; nothing saved is lost", 130)
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or --max_new_tokens (sampling), or "
              "give --offload_optimizer or --beta 0")
-    except (OSError, ImportError) as error:  # a full disk, no TensorBoard
-        fail(f"{error}; what was saved is as it was")
     finally:
-        if [path.name for path in Path(args.out).iterdir()] == [".lock"]:
+        if os.listdir(args.out) == [".lock"]:
             shutil.rmtree(args.out)
         lock.release()
 
 def checkpoints(args):
-    """The complete checkpoints in --out, oldest first."""
-    found = [p for p in Path(args.out).glob("step-*/") if re.fullmatch("step-[1-9][0-9]*", p.name)]
+    """The checkpoints in --out, oldest first."""
+    found = [p for p in Path(args.out).glob("step-[1-9]*/") if p.name[5:].isdecimal()]
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
     """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one. Random states
-    are functions of --seed and the step."""
-    final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, "unfinished")
+    follow from --seed and the step."""
+    final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     if getattr(args, "ref_every", None) and args.beta > 0:
@@ -712,50 +707,53 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:  # for a full disk everyone has their own
+    except Exception as error:  # libraries have their own for a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"--out {args.out}: step {step} cannot be saved (a full disk?): {error}")
+        fail(f"--out {args.out}: step {step} cannot be saved (disk full?): {error}")
     for old in checkpoints(args):
         if int(old.name[5:]) < step:
-            old.rename(unfinished)  # a kill leaves no half of a checkpoint
+            old.rename(unfinished)  # no kill leaves half of one
             shutil.rmtree(unfinished)
 
 def load_checkpoint(args, models, optimizers):
-    """Load the newest checkpoint in --out; returns its step, or 0."""
+    """Load the newest checkpoint; returns its step, or 0."""
     if not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]
-    try:
+    with or_fail(f"--resume: {newest}/optimizer.pt cannot be used"):
         states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(states[name])
         if "reference" in states and args.beta > 0:
             models["reference"].load_state_dict(states["reference"])
-    except Exception as error:  # whatever is wrong with the file
-        fail(f"--resume: {newest}/optimizer.pt cannot be used: {error!r}")
     return int(newest.name[5:])
 
+def shown(stats, forms):
+    return "  ".join(form.format(stats[name]) for name, form in forms.items() if name in stats)
+
 class Logger:
-    """Shows a run, and writes its metrics.jsonl and args.json."""
-    SHOWN = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
-             "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}",
-             "seconds": "{:.1f} s", "eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
-             "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
+    """Shows a run; writes metrics.jsonl and args.json."""
+    STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
+            "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}",
+            "seconds": "{:.1f} s"}
+    HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
+                "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
     def __init__(self, args, start):
         self.args, self.start, self.interrupted = args, start, False
         if args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            with or_fail("--tensorboard: pip install tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(args.out, purge_step=start + 1)
-        self.path = Path(args.out, "metrics.jsonl")  # resumed: as it was at the checkpoint
+        self.path = Path(args.out, "metrics.jsonl")  # as at the checkpoint
         self.path.write_bytes(Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes() if start else b"")
         Path(args.out, "args.tmp").write_text(json.dumps(vars(args), indent=1))
         Path(args.out, "args.tmp").replace(Path(args.out, "args.json"))  # never half a file
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
         if start:
-            self.say(f"resumed after step {start}" + ", the last: give more --steps" * (start >= args.steps))
+            self.say(f"resumed after step {start}" + ", the last: raise --steps" * (start >= args.steps))
 
     def steps(self):
-        """The steps to take, each with its own seed: a resumed run draws the same."""
+        """The steps, each with its own seed: a resumed run draws the same."""
         handler = signal.signal(signal.SIGINT, self.interrupt)
         for step in range(self.start + 1, self.args.steps + 1):
             torch.manual_seed(self.args.seed * 1_000_003 + step)
@@ -765,19 +763,19 @@ class Logger:
         signal.signal(signal.SIGINT, handler)
 
     def interrupt(self, *_):
-        """The first Ctrl-C: finish the step and save. The next is a KeyboardInterrupt."""
+        """First Ctrl-C: finish the step and save. The next: KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupted = True
         print("\nsaving after this step; Ctrl-C again leaves at once", file=sys.stderr)
 
     def say(self, text, indent=""):
-        """Print above the bar, in 99 columns, with control characters escaped."""
+        """Print above the bar in 99 columns, control characters escaped."""
         for line in text.split("\n"):
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-            self.bar.write(textwrap.fill(line, 99, initial_indent=indent, subsequent_indent=indent))
+            self.bar.write(textwrap.indent(textwrap.fill(line, 99 - len(indent)), indent))
 
     def log(self, step, stats, problem=None, rollout=None):
-        """Log a step's statistics; now and then show the rollout's first completion, which answers `problem`."""
+        """Log `stats`; now and then show `problem` and the first completion."""
         if self.args.device != "cpu":
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
@@ -788,36 +786,32 @@ class Logger:
             for name, value in stats.items():
                 self.board.add_scalar(name, value, step)
         if "reward" in stats:
-            self.say(f"step {step}/{self.args.steps}  {self.shown(stats)}")
+            self.say(f"step {step}/{self.args.steps}  {shown(stats, self.STEP)}")
         if "eval_accuracy" in stats:
-            self.say(f"held out, after {step} steps:  {self.shown(stats, held_out=True)}")
+            self.say(f"held out, after {step} steps:  {shown(stats, self.HELD_OUT)}")
         if rollout and (step == 1 or "eval_accuracy" in stats):
             text, r, gold = rollout["texts"][0].strip(), rollout["rewards"][0], problem.get("answer")
             self.say(f"{problem['question']}\n{text}\n(reward {r:g}, answer {extract_answer(gold) or gold})", "    | ")
         if stats.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions were cut off: raise --max_new_tokens or lower --lr")
+            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or lower --lr")
         if stats.get("skipped") or stats.get("value_skipped"):
-            self.say("warning: the gradient was not finite, a step was skipped: lower --lr")
+            self.say("warning: the gradient was not finite, its step is skipped: lower --lr")
         self.bar.update(step - self.bar.n)
 
-    def shown(self, stats, held_out=False):
-        return "  ".join(form.format(stats[name]) for name, form in self.SHOWN.items()
-                         if name in stats and name.startswith("eval_") == held_out)
-
     def close(self):
-        """Print the results and where they are; after Ctrl-C leave with status 130."""
+        """Print the results and where they are; after Ctrl-C exit with 130."""
         self.bar.close()
         for stats in map(json.loads, self.path.open()):
             if "eval_accuracy" in stats:
-                print(f"held out, after {stats['step']:3} steps  {self.shown(stats, held_out=True)}")
-        print(f"model and checkpoint       {checkpoints(self.args)[-1]}")
-        print(f"metrics                    {self.path}")
+                print(f"held out, after {stats['step']:3} steps  {shown(stats, self.HELD_OUT)}")
+        print(f"model and checkpoint  {checkpoints(self.args)[-1]}")
+        print(f"metrics               {self.path}")
         if self.interrupted:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(130)
 
-# ---- Reward: an answer is brought to one spelling, then to canonical forms; nothing is evaluated ----
-LONGEST = 600  # characters; a longer answer is not read, so that none takes long
+# ---- Reward: answers get one spelling, then canonical forms; nothing is evaluated ----
+LONGEST = 600  # characters; longer answers are not read, to bound the time
 SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
@@ -851,10 +845,12 @@ def extract_answer(text):
     text = text.rpartition("</answer>")[0] if tag else text
     if "\\boxed{" in text:
         inside = text.rpartition("\\boxed{")[2][: LONGEST + 1]
-        starts = [inside[:i] for i, character in enumerate(inside) if character == "}"]
+        starts = [inside[:i] for i, c in enumerate(inside) if c == "}"]
         text = next((start for start in starts if start.count("{") == start.count("}")), "")
-    elif "####" in text or not tag:
-        text = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else ""
+    elif "####" in text:
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
+    elif not tag:
+        text = ""
     text = text.strip()
     return text if 0 < len(text) <= LONGEST else None
 
@@ -870,8 +866,7 @@ def canonical(text):
     text = "{" + text + "}"  # a list without brackets is a set
     while match := GROUP.search(text):
         opening, inside, closing = match.groups()
-        items = [item for item in inside.split(",") if item]
-        items = ["+".join(sorted(map(term, TERMS.findall(item)))) for item in items]
+        items = ["+".join(sorted(map(term, TERMS.findall(item)))) for item in inside.split(",") if item]
         inside = ";".join(sorted(items)) if opening == "{" else ",".join(items)
         text = text.replace(match[0], (opening + inside + closing).translate(DONE))
     return text.strip("（）")  # (9) is 9
@@ -895,5 +890,5 @@ def math_reward(completion, answer):
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
 
 def readable(answer):
-    """Whether a gold answer is paid when it is given back as it stands."""
-    return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer) == 1.0
+    """Whether a gold answer, given back as it stands, is paid."""
+    return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer)

@@ -72,7 +72,8 @@ def test_a_byte_order_mark_and_blank_lines_are_read_over():
 
 GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
 BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
-    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl row 16"),
+    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl line 17"),
+    "a torn line": ("--dataset bad.jsonl", GOOD * 60 + GOOD[:20], "bad.jsonl line 61"),
     "not UTF-8": ("--dataset bad.jsonl", GOOD.encode() * 16 + b'{"question": "\xff"}\n', "bad.jsonl"),
     "not objects": ("--dataset bad.jsonl", "[1, 2]\n3\n" * 20, "bad.jsonl"),
     "a torn table": ("--dataset bad.csv", "question,answer\n1+1,2\n1,2,3,4\n", "bad.csv 3"),
@@ -215,9 +216,10 @@ class Grader:
 @every_script
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "gives nan completion"),
-    (lambda n: [float("-inf")] * n, "gives -inf completion"),
-    (lambda n: [1.0], "gives 2 numbers longer"), (lambda n: [1.0] * 9, "gives 2 numbers shorter"), (lambda n: [[1.0]] * n, "gives list"),
-    (lambda n: None, "gives NoneType"), (lambda n: [None] * n, "gives NoneType"), (lambda n: ["good"] * n, "gives good")])
+    (lambda n: [float("-inf")] * n, "gives -inf completion"), (lambda n: [1e39] * n, "gives inf completion"),
+    (lambda n: [1.0], "gives 2 numbers longer"), (lambda n: [1.0] * 9, "gives 2 numbers shorter"),
+    (lambda n: [[1.0]] * n, "gives list"), (lambda n: None, "gives NoneType"),
+    (lambda n: [None] * n, "gives NoneType"), (lambda n: ["good"] * n, "gives good")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, words, monkeypatch, capsys):
     def gives(problems, completions):
         return given(len(completions))
@@ -225,9 +227,17 @@ def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, wor
     with refused(capsys, "the reward", *words.split()):
         train(script, TINY)
 
-def test_a_reward_that_is_no_function_or_raises_is_named_too(capsys):
+def test_a_reward_that_is_no_function_is_named_too(capsys):
     with refused(capsys, "Grader", "nan", "'a'"):
         common.score(Grader(), [{}], rollout("a"))
+
+@pytest.mark.parametrize("error", [OSError, KeyError, TypeError])
+def test_an_error_inside_a_reward_shows_where_it_is(error, monkeypatch):
+    def raises(problems, completions):
+        raise error("from the reward")
+    monkeypatch.setattr(common, "load_reward", lambda args: raises)
+    with pytest.raises(error, match="from the reward"):
+        train(grpo, TINY)
 
 @pytest.mark.parametrize("chat, pad", [(None, "<pad>"), (CHATML, "<eos>"), (None, None)])
 def test_a_reward_models_scores_are_those_of_one_row_at_a_time(chat, pad):

@@ -134,10 +134,10 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     # runs and checkpoints
     ("self.args.seed * 1_000_003 + step", "step", "cli: seed_reaches and grpo"),
     ("sorted(found, key=lambda p: int(p.name[5:]))", "sorted(found)", "resume: newest"),
-    ('Path(args.out, "unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
+    ('Path(args.out, ".unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
     ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
-    ('glob("step-*/")', 'glob("step-*")', "resume: users"),
-    ("        if not args.resume and {path", "        if False and {path", "cli: taken"),
+    ('glob("step-[1-9]*/")', 'glob("step-[1-9]*")', "resume: users"),
+    ("        if not args.resume and set(os", "        if False and set(os", "cli: taken"),
     ("        lock.acquire(timeout=0)", "        pass", "resume: same_instant"),
     ("        lock.acquire(timeout=0)", "        pass", "resume: one_process"),
     ('Path(args.out, "args.tmp").write_text(', 'Path(args.out, "args.json").write_text("{}")\n'

@@ -131,8 +131,8 @@ def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_har
     shutil.copytree("part/step-9", "old")
     resume(grpo, "part", "--steps 10")
     shutil.move("old", "part/step-9")
-    Path("part/unfinished").mkdir()
-    Path("part/unfinished/value.safetensors").write_text("half")
+    Path("part/.unfinished").mkdir()
+    Path("part/.unfinished/value.safetensors").write_text("half")
     with open("part/metrics.jsonl", "a") as file:
         file.write(json.dumps(rows("part")[-1] | {"step": 11, "reward": 99}) + "\n" + '{"step": 12, "rew')
     assert [path.name for path in checkpoints("part")] == ["step-9", "step-10"]
@@ -306,5 +306,5 @@ def test_flags_given_again_override_and_are_kept_and_a_finished_run_says_so(spre
     assert (args.steps, args.lr, args.gradient_checkpointing, args.model) == (2, 0.5, False, "model")
     before, _ = files("run"), capsys.readouterr()
     resume(ppo, "run")
-    assert "resumed after step 2, the last: give more --steps" in capsys.readouterr().out
+    assert "resumed after step 2, the last: raise --steps" in capsys.readouterr().out
     assert files("run") == before
