@@ -204,7 +204,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     rows.append(rows.read_prompts())
     recorded = None
     for t in range(1, max_new_tokens):
-        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # a look syncs the GPU
+        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # syncs the GPU
             if not rows.running.any():
                 break
             rows.drop_finished()
@@ -353,7 +353,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
         rewards = torch.cat(rewards)  # (problems, n)
         right = rewards >= 1
         result["eval_sampled_accuracy" if temperature else "eval_accuracy"] = right.float().mean().item()
-    result["eval_reward"] = rewards.mean().item()
+    result["eval_reward"] = rewards.mean().item()  # sampled
     result["eval_completion_length"] = torch.cat(lengths).mean().item()
     for k in (2 ** i for i in range(1, n.bit_length())):  # 2, 4, ...
         misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]

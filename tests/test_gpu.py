@@ -27,7 +27,6 @@ def test_a_cuda_graph_writes_the_same_tokens(temperature, dtype):
         rollouts.append(common.generate(model, tiny_tokenizer(), prompts, 8, 300, temperature, cuda_graphs))
     with_graphs, without = rollouts
     assert all(torch.equal(with_graphs[name], without[name]) for name in ("ids", "mask", "finished"))
-    assert with_graphs["mask"].shape[1] > 250 or temperature == 1
 
 def test_log_probs_in_bfloat16_are_near_those_in_float32():
     """Of the same rounded weights."""
