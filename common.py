@@ -182,13 +182,14 @@ class Optimizer:
         return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken}
 
     def load_state_dict(self, state):
-        """Set the weights too. ValueError, before any change, if they are others."""
-        if {n: m.shape for n, m in state["masters"].items()} != {n: w.shape for n, w in self.weights.items()}:
-            raise ValueError("it was saved for other trained weights")
-        for name, weight in self.weights.items():
-            self.masters[name].data.copy_(state["masters"][name])
-            weight.data.copy_(self.masters[name])
+        """Set the weights too. KeyError or ValueError, before that, if they are others."""
         self.adamw.load_state_dict(state["adamw"])
+        for name, master in self.masters.items():
+            saved = state["masters"][name], *self.adamw.state[master].values()
+            if any(x.shape != master.shape for x in saved if x.dim()):
+                raise ValueError(f"another shape of {name}")
+        for name, weight in self.weights.items():
+            weight.data.copy_(self.masters[name].data.copy_(state["masters"][name]))
         self.taken = state["taken"]
 
 # ---- Sampling ----
@@ -504,7 +505,7 @@ def load_problems(args, tokenizer):
 
 def read_splits(source):
     """{split: list of rows} of a file, a directory or a hub name."""
-    import datasets  # takes a second
+    import datasets  # slow
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
@@ -592,7 +593,7 @@ def fail(message, status=2):
 
 @contextlib.contextmanager
 def or_fail(message):
-    """Any error inside is one line: libraries and the network raise what they like."""
+    """Any error inside is one line: libraries raise what they like."""
     try:
         yield
     except Exception as error:
@@ -665,7 +666,7 @@ def parse(parser, argv):
 def launch(main, args):
     """Run `main` in --out. What a user can mend is one line, all else a traceback."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape
-    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # without UTF-8
     args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
     lock = FileLock(Path(args.out, ".lock"))
     try:
@@ -707,7 +708,7 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:  # libraries have their own for a full disk
+    except Exception as error:  # libraries have their own
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"--out {args.out}: step {step} cannot be saved (disk full?): {error}")
     for old in checkpoints(args):

@@ -142,9 +142,12 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ("        lock.acquire(timeout=0)", "        pass", "resume: one_process"),
     ('Path(args.out, "args.tmp").write_text(', 'Path(args.out, "args.json").write_text("{}")\n'
      '        Path(args.out, "args.tmp").write_text(', "resume: newest"),
-    ('Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes()', "self.path.read_bytes()", "resume: damaged_or_lost"),
+    ('Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes()', "self.path.read_bytes()",
+     "resume: damaged_or_lost"),
     ("range(self.start + 1, self", "range(max(1, self.start), self", "resume: bit_equal_to and grpo"),
-    ("weight.data.copy_(self.masters[name])", "pass", "resume: bit_equal_to and grpo"),
+    ("weight.data.copy_(self.masters[name].data.copy_(", "(self.masters[name].data.copy_(",
+     "resume: bit_equal_to and grpo"),
+    ("if any(x.shape != master.shape", "if any(False", "batching: other_weights"),
     ('models["reference"].load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),
 ], "tests/toy/make": [
     ('tokenizer, problems["train"])', 'tokenizer, problems["test"])', "toy: program_itself"),

@@ -264,7 +264,7 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(scri
         elif content is not None:
             torch.save(content, path)
         before = files("run")
-        with refused(capsys, "--resume", "optimizer.pt", "other" if what in wrong_weights else ""):
+        with refused(capsys, "--resume", "optimizer.pt", name if what in wrong_weights else ""):
             resume(script, "run", "--steps 2")
         assert files("run") == before, what
     path.write_bytes(whole["optimizer.pt"])
