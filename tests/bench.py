@@ -66,6 +66,7 @@ class Bench:
         self.table, self.gpu, self.pairs = {}, self.args.device != "cpu", 7 if size == "tiny" else 3
         self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in common.launch
         config = transformers.Qwen2Config(**dict(zip(SHAPE, shape)), max_position_embeddings=32768)
         with torch.device(self.args.device):
             self.model, self.reference = (transformers.AutoModelForCausalLM.from_config(
