@@ -374,8 +374,10 @@ def settle(args, policy, trained_models=1):
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
+    print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
-    print(textwrap.fill(f"{size / 1e6:,.2f}M parameters. {settings}", 99, break_on_hyphens=False))
+    for group in re.split(" (?=--(?:model|max_new_tokens|micro_batch_tokens|steps)=)", settings):
+        print(textwrap.fill(group, 99, break_on_hyphens=False))
     per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
     held = size * (per_model * trained_models + 2 * (args.beta > 0))
     if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
@@ -392,7 +394,7 @@ def settle(args, policy, trained_models=1):
 def load(kind, flag, args):
     """The transformers `kind` that --`flag` names, on --device, in --dtype, without dropout; and its tokenizer."""
     import transformers  # takes a second: not before the flags are checked
-    transformers.logging.set_verbosity_error()  # notes on its own training loop
+    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     source = getattr(args, flag)
     with or_fail(f"--{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded"):
@@ -462,7 +464,6 @@ def load_reward(args):
 
     @torch.no_grad()
     def judged(problems, completions):
-        """One row at a time, without padding."""
         rewards = []
         for problem, text in zip(problems, completions):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
@@ -812,7 +813,7 @@ class Logger:
             sys.exit(130)
 
 # ---- Reward: answers get one spelling, then canonical forms; nothing is evaluated ----
-LONGEST = 600  # characters; longer answers are not read, to bound the time
+LONGEST = 600  # characters; longer answers are not read
 SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number

@@ -347,6 +347,8 @@ def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, sp
     words = " ".join(said.split())
     for value in ("--lr=0.01", "--group_size=2", "--temperature=1.0", "--dtype=float32", "M parameters"):
         assert value in words, "the values in force are printed"
+    groups = ("--prompts", "--model", "--max_new_tokens", "--micro_batch_tokens", "--steps")
+    assert all(f"\n{first}=" in said for first in groups), "a line begins with each group of --help"
     assert len(re.findall(r"^step [12]/2 +reward", said, re.M)) == 2 and "held out, after 2 steps" in said
     assert f"(reward {calls[0].result[0]['rewards'][0].item():g}, answer 1)" in said
     close = said[said.rindex("held out, after   0 steps"):]
