@@ -329,7 +329,7 @@ def rollout_stats(rollout, group_size):
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
-             "entropy": -rollout["old_logp"].sum() / mask.sum(),  # estimated from the samples
+             "entropy": -rollout["old_logp"].sum() / mask.sum(),  # estimated from samples
              "rollout_tokens_per_s": mask.sum() / rollout["seconds"]}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
@@ -341,7 +341,7 @@ def rollout_stats(rollout, group_size):
 def evaluate(policy, tokenizer, problems, reward, args):
     """Share of right answers to held-out problems: greedy, and in n = --eval_samples samples of each, with
     the unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
-    torch.manual_seed(args.seed)  # the same draws every time
+    torch.manual_seed(args.seed)  # equal draws every time
     problems, result = sorted(problems, key=lambda p: len(p["prompt"])), {}
     for n, temperature in [(1, 0.0), (args.eval_samples, args.temperature)]:
         rewards, lengths, size = [], [], max(1, args.prompts * args.group_size // n)  # rows as in a rollout
@@ -369,7 +369,7 @@ def settle(args, policy, trained_models=1):
         if isinstance(value, dict):
             setattr(args, name, value["toy" if size < 1_000_000 else "real"])
     if size < 1_000_000:
-        torch.set_num_threads(1)  # equal sums on every machine
+        torch.set_num_threads(1)  # equal sums everywhere
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
@@ -506,7 +506,7 @@ def load_problems(args, tokenizer):
 
 def read_splits(source):
     """{split: list of rows} of a file, a directory or a hub name."""
-    import datasets  # slow
+    import datasets
     datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
@@ -536,7 +536,8 @@ def prepare(rows, tokenizer, args, purpose):
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     lost = f"{len(rows) - len(problems)} of {len(rows)} left out: over --max_prompt_tokens or no readable answer"
     if not problems:
-        fail(f"--dataset {args.dataset}: has no problems to {purpose} ({lost}): see --split, --eval_split")
+        fail(f"--dataset {args.dataset}: no problems to {purpose} ({lost}): see --split, --eval_split; "
+             "of one split a fifth is held out")
     print(f"{len(problems)} problems to {purpose} ({lost})")
     return problems
 
@@ -588,7 +589,7 @@ def parser(script, doc):
     return made
 
 def fail(message, status=2):
-    """Say in one line what is wrong, and exit."""
+    """Say in one line what is wrong and exit."""
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
 
@@ -673,14 +674,14 @@ def launch(main, args):
     try:
         os.makedirs(args.out, exist_ok=True)
         if not args.resume and set(os.listdir(args.out)) - {".lock"}:
-            fail(f"--out {args.out}: is not empty: go on with --resume, or give another")
+            fail(f"--out {args.out}: is not empty: go on with --resume or give another")
         lock.acquire(timeout=0)  # one process at a time; a kill frees it
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     try:
         main(args)
     except KeyboardInterrupt:
-        fail("interrupted; nothing saved is lost", 130)
+        fail("interrupted", 130)
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or --max_new_tokens (sampling), or "
              "give --offload_optimizer or --beta 0")

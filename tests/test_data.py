@@ -85,7 +85,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
     "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
     "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 of 0 --eval_split"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 of 0 --eval_split fifth"),
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
 @pytest.mark.parametrize("case", BAD_FILES)
