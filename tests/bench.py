@@ -24,8 +24,9 @@ plain      How many times faster (or smaller) than the plain way: transformers' 
 "rollout" samples P x G completions, all of T tokens, or "ragged": each token is the last with probability
 4/T, so that their mean length is T/4. "update" is a pass of forward, backward and optimiser over ragged rows,
 "padding" the share of computed positions without a token. "step" is all of it: sampling, log-probs of policy
-and reference, update; over one of half the prompts it takes 2 times as long if time is proportional to work,
-less if a larger batch fills the machine better. Peak memory (GPU only) includes weights and optimiser.
+and reference, update, each with its share of the seconds. Over one of half the prompts it takes 2 times as
+long if time is proportional to work, less if a larger batch fills the machine better. Peak memory (GPU only)
+includes weights and optimiser.
 """
 import argparse
 import contextlib
@@ -139,7 +140,7 @@ def plain_generate(model, tokenizer, prompts, group_size, max_new_tokens, temper
     settings = transformers.GenerationConfig(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=STOP, eos_token_id=STOP,
         max_new_tokens=max_new_tokens)
-    ids = torch.tensor(prompts, device=model.device).repeat_interleave(group_size, 0)  # (N, S)
+    began, ids = time.perf_counter(), torch.tensor(prompts, device=model.device).repeat_interleave(group_size, 0)
     S, model = ids.shape[1], model.eval()
     with torch.no_grad():
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
@@ -149,7 +150,8 @@ def plain_generate(model, tokenizer, prompts, group_size, max_new_tokens, temper
     attention = torch.cat([torch.ones_like(ids[:, :S]), mask.long()], 1)
     return {"ids": ids, "attention": attention, "mask": mask.float(), "finished": stopped.any(1),
             "row": torch.arange(len(ids), device=ids.device),
-            "texts": tokenizer.batch_decode(ids[:, S:], skip_special_tokens=True), "seconds": 1.0}
+            "texts": tokenizer.batch_decode(ids[:, S:], skip_special_tokens=True),
+            "seconds": time.perf_counter() - began}
 
 def plain_micro_batches(batch, tokens):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
@@ -202,19 +204,25 @@ def update(bench):
     bench.report("padding", 100 * ours, "%", None, plain / ours)
 
 def step(bench, P=None):
-    """What grpo.py does in a step."""
+    """What grpo.py does in a step; the seconds of its parts."""
     def reward(problems, completions):
         return [float(len(text) % 2) for text in completions]
     problems = [{"prompt": prompt} for prompt in bench.prompts[:P]]
+    began = time.perf_counter()
     batch, _ = grpo.collect(bench.model, bench.reference, bench.tokenizer, problems, reward, bench.args)
+    collected = time.perf_counter()
     grpo.update(bench.model, bench.optimizer, batch, bench.args)
+    sampling, seconds = batch["seconds"], time.perf_counter() - collected
+    return {"sampling": sampling, "log-probs": collected - began - sampling, "update": seconds}
 
 def whole_step(bench):
     """Ragged rows, against a step with everything plain, a step of half the prompts, and TRL."""
     bench.stop_with(4 / bench.work["T"])
     ours = lambda: step(bench)  # noqa: E731
-    took, ratio, _, peaks = bench.race(ours, plainly(ours))
+    took, ratio, (parts, plain), peaks = bench.race(ours, plainly(ours))
     bench.report("step", took, "s", None, ratio, peaks)
+    for name, seconds in parts.items():
+        bench.report(f"step, {name}", 100 * seconds / sum(parts.values()), "%", None, plain[name] / seconds)
     _, half, _, _ = bench.race(ours, lambda: step(bench, bench.work["P"] // 2))
     bench.report("step, over one of half the prompts", 1 / half, "x")
     if TRL:

@@ -19,10 +19,13 @@ def test_the_table_is_complete(monkeypatch, capsys):
     monkeypatch.setattr(bench, "TRL", None)
     table = bench.main(["--minibatches", "2"])
     assert [*table] == ["copy bandwidth", "matrix products", "rollout, all of 16 tokens", "rollout, ragged",
-                        "update", "padding", "step", "step, over one of half the prompts"]
+                        "update", "padding", "step", "step, sampling", "step, log-probs", "step, update",
+                        "step, over one of half the prompts"]
     assert all(math.isfinite(value) and value > 0 for value, _, _ in table.values())
     assert [name for name, (_, floor, _) in table.items() if floor] == ["rollout, all of 16 tokens", "update"]
-    assert sum(plain is not None for _, _, plain in table.values()) == 5
+    assert sum(plain is not None for _, _, plain in table.values()) == 8
+    shares = [value for name, (value, _, _) in table.items() if name.startswith("step, ")][:3]
+    assert sum(shares) == pytest.approx(100)
     shown = capsys.readouterr().out
     assert all(f"\n{name} " in shown for name in table)
 
