@@ -133,7 +133,7 @@ def padding(batch):
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
 def means(logged):
-    """Of what an update logged: means of (sum, count), maxima of the others."""
+    """Of what an update logged: means of (sum, count), else maxima."""
     result = {}
     for name in dict.fromkeys(name for stats in logged for name in stats):
         values = [stats[name] for stats in logged if name in stats]
@@ -255,7 +255,8 @@ class Rows:
         """Read each prompt once for its group; logits of the next tokens, (N, V)."""
         ids, last = self.ids[::self.G, :self.S], self.position[::self.G]  # (P, S), (P,)
         logits = self.read(ids, torch.arange(self.S, device=ids.device).expand_as(ids), last)  # (P, V)
-        self.layers = [[x.repeat_interleave(self.G, 0) for x in layer] for layer in self.layers]
+        for layer in self.layers:  # no second cache in memory
+            layer[:] = [x.repeat_interleave(self.G, 0) for x in layer]
         return logits.repeat_interleave(self.G, 0)
 
     def read_last(self):
@@ -363,7 +364,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
 
 # ---- Models ----
 def settle(args, policy, trained_models=1):
-    """Settle the defaults that depend on the model; stop if it does not fit or is not supported."""
+    """Settle defaults by the model's size; stop if it does not fit or is not supported."""
     size, config = policy.num_parameters(), policy.config.get_text_config()
     for name, value in vars(args).items():
         if isinstance(value, dict):
@@ -393,7 +394,7 @@ def settle(args, policy, trained_models=1):
 
 def load(kind, flag, args):
     """The transformers `kind` that --`flag` names, on --device, in --dtype, without dropout; and its tokenizer."""
-    import transformers  # takes a second: not before the flags are checked
+    import transformers  # slow: after the flags are checked
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     source = getattr(args, flag)
@@ -494,7 +495,7 @@ def load_problems(args, tokenizer):
     splits = read_splits(args.dataset)
     train, held_out = splits.get(args.split), splits.get(args.eval_split)
     if list(splits) == [args.split] and args.eval_split == "test":
-        train, held_out = [], []  # a fifth of the questions, the same in every run
+        train, held_out = [], []  # a fifth, the same in every run
         for row in splits[args.split]:
             drawn = random.Random(str(row.get(args.question_column))).random()
             (held_out if drawn < 0.2 else train).append(row)
@@ -506,10 +507,10 @@ def load_problems(args, tokenizer):
 
 def read_splits(source):
     """{split: list of rows} of a file, a directory or a hub name."""
-    import datasets
-    datasets.disable_progress_bars()
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
+        import datasets
+        datasets.disable_progress_bars()
         if source.endswith(".jsonl"):  # datasets does not name the line
             for n, line in enumerate(open(source, encoding="utf-8-sig"), 1):
                 with or_fail(f"--dataset {source}: line {n}"):
@@ -566,16 +567,17 @@ def step_signs(rollout, tokenizer):
     """1 for completion tokens of a true line such as 7+2=9, -1 of a false one, else 0: (N, T)."""
     operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
     step = re.compile(r" *(-?\d{1,9}) ?([-+*]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*")
-    signs, lengths = torch.zeros_like(rollout["mask"]), rollout["mask"].sum(1).long()
-    for i, (ids, end, n) in enumerate(zip(rollout["ids"], rollout["attention"].sum(1), lengths)):
-        pieces, line = tokenizer.batch_decode(ids[end - n:end, None]), 0
+    ids, attention, mask = (rollout[name].cpu() for name in ("ids", "attention", "mask"))
+    signs = torch.zeros_like(mask)
+    for i, n in enumerate(mask.sum(1).int()):
+        pieces, line = tokenizer.batch_decode(ids[i, attention[i] == 1][-n:, None]), 0
         steps = [step.fullmatch(text) for text in "".join(pieces).split("\n")]
         for t, piece in enumerate(pieces):
             if steps[line]:
                 a, op, b, c = steps[line].groups()
                 signs[i, t] = 1 if operations[op](int(a), int(b)) == int(c) else -1
             line += piece.count("\n")
-    return signs
+    return signs.to(rollout["mask"])
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -598,6 +600,8 @@ def or_fail(message):
     """Any error inside is one line: libraries raise what they like."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # to launch
     except Exception as error:
         fail(f"{message}: {type(error).__name__}: {error} {error.__cause__ or ''}")
 
@@ -696,8 +700,7 @@ def checkpoints(args):
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one. Random states
-    follow from --seed and the step."""
+    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
@@ -710,7 +713,7 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:  # libraries have their own
+    except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"--out {args.out}: step {step} cannot be saved (disk full?): {error}")
     for old in checkpoints(args):

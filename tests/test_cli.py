@@ -150,12 +150,14 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, c
 def test_memory_that_runs_out_is_one_line_and_a_mistake_in_the_code_shows_its_traceback(monkeypatch, capsys):
     error = torch.OutOfMemoryError("CUDA out of memory")
 
-    def collect(*args):
+    def broken(*args):
         raise error
-    monkeypatch.setattr(grpo, "collect", collect)
-    with refused(capsys, "memory", "--micro_batch_tokens"):
-        train(grpo, TINY, out="full")
+    for module, name in ((common, "check_model"), (grpo, "collect")):
+        with monkeypatch.context() as patch, refused(capsys, "memory", "--micro_batch_tokens"):
+            patch.setattr(module, name, broken)
+            train(grpo, TINY, out=name)
     error = ZeroDivisionError("mine")
+    monkeypatch.setattr(grpo, "collect", broken)
     with pytest.raises(ZeroDivisionError):
         train(grpo, TINY)
 

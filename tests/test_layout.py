@@ -67,7 +67,7 @@ def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, c
 
 @pytest.mark.parametrize("name, lines, kilobytes", [
     ("grpo.py", 165, 99), ("gspo.py", 165, 99), ("ppo.py", 200, 99), ("common.py", 900, 52), ("README.md", 320, 99),
-    ("tests/*.py", 4500, 999), ("tests/toy/*", 10 ** 5, 1500)])
+    ("tests/*.py", 4520, 999), ("tests/toy/*", 10 ** 5, 1500)])
 def test_files_stay_short(name, lines, kilobytes):
     contents = [path.read_bytes() for path in ROOT.glob(name) if path.is_file()]
     assert 0 < sum(content.count(b"\n") for content in contents) <= lines

@@ -98,7 +98,9 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ('self.taken = state["taken"]', "pass", "batching: goes_on"),
     # sampling
     ("= logits / s", "= logits.where(logits > logits.topk(3)[0][:, -1:], -99) / s", "sampling: samples_come"),
-    ("[[x.repeat_interleave(self.G, 0)", "[[x.repeat(self.G, 1, 1, 1)", "sampling: samples_come and qwen2"),
+    ("= [x.repeat_interleave(self.G, 0)", "= [x.repeat(self.G, 1, 1, 1)", "sampling: samples_come and qwen2"),
+    ("for layer in self.layers:  #", "self.old = sum(self.layers, [])\n        for layer in self.layers:  #",
+     "sampling: one_cache"),
     ("lengths[:, None])", "(lengths - (~self.running).long())[:, None])", "sampling: first_stop"),  # no EOS
     ("(column < ends[:, None])", "(self.ids[:, :len(column)] > 1)", "sampling: first_stop"),  # ids as padding
     ("+= running.long()", "+= 1", "sampling: first_stop"),  # tokens after EOS
@@ -137,6 +139,7 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     ('Path(args.out, ".unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
     ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
     ('glob("step-[1-9]*/")', 'glob("step-[1-9]*")', "resume: users"),
+    ("except torch.OutOfMemoryError:\n        raise", "except MemoryError:\n        raise", "cli: runs_out"),
     ("        if not args.resume and set(os", "        if False and set(os", "cli: taken"),
     ("        lock.acquire(timeout=0)", "        pass", "resume: same_instant"),
     ("        lock.acquire(timeout=0)", "        pass", "resume: one_process"),

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 from conftest import make_batch, refused, save_tiny, settings, spy, tiny_model, tiny_tokenizer
+from test_logprobs import Live
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
@@ -100,6 +101,15 @@ def test_greedy_tokens_are_those_of_transformers(family, config, monkeypatch):
 def test_a_family_that_cannot_be_sampled_or_scored_is_refused(capsys, family, config, word):
     with refused(capsys, "--model", word):
         common.settle(settings(grpo, max_prompt_tokens=16, out="."), tiny_model(family, **config))
+
+@torch.no_grad()
+def test_memory_holds_one_cache():
+    """Not another while prompts are repeated for their groups, of one here."""
+    model = tiny_model(num_hidden_layers=8)
+    with Live(*model.parameters()) as live:
+        rows = common.Rows(model, PROMPTS, 1, 1000, 1.0, [1])
+        rows.read_prompts()
+    assert live.peak < 1.5 * sum(x.nbytes for layer in rows.layers for x in layer)
 
 def test_sampling_stops_when_all_rows_have():
     """No forward passes for rows that are all done."""
