@@ -196,9 +196,8 @@ class Optimizer:
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
     """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature), or
-    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. Unlike transformers'
-    generate it ignores the model's own top_k and the like, reads a prompt once for its group, drops finished
-    rows, and on a GPU replays a CUDA graph per token."""
+    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. The model's own
+    top_k and the like are ignored; on a GPU a CUDA graph is replayed per token."""
     began, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode checkpointing silently drops the cache
     rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
@@ -239,7 +238,8 @@ class Rows:
     replay a token: all changes are in place, and no size depends on a value."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
-        self.S, self.stop, self.layers = max(map(len, prompts)), torch.tensor(stop, device=device), []
+        self.S, self.stop = max(map(len, prompts)), torch.tensor(stop, device=device)
+        self.layers = []
         # attention sees `width` positions; a graph for each
         self.width_step = step = 256 if device.type == "cuda" else 1
         self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
@@ -307,6 +307,7 @@ class Rows:
             cached[:len(going)] = cached[going]
 
     def rollout(self, tokenizer):
+        """The prompts and completions so far, as a rollout."""
         starts, ends = self.prompt_lengths, self.position + 1  # (N,) both
         column, lengths = torch.arange(ends.max(), device=ends.device), ends - starts
         texts = [row[a:b] for row, a, b in zip(self.ids.tolist(), starts.tolist(), ends.tolist())]
@@ -327,6 +328,7 @@ def attention_masks(model, positions, width):
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 def rollout_stats(rollout, group_size):
+    """What is logged of a rollout, {name: mean}."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
@@ -394,7 +396,7 @@ def settle(args, policy, trained_models=1):
 
 def load(kind, flag, args):
     """The transformers `kind` that --`flag` names, on --device, in --dtype, without dropout; and its tokenizer."""
-    import transformers  # slow: after the flags are checked
+    import transformers  # slow: after checking flags
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     source = getattr(args, flag)
@@ -455,8 +457,7 @@ def check_model(model, args):
             fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
 
 def load_reward(args):
-    """The reward: any function (problems, completions) -> a number per completion, at least 1 if right.
-    A problem is a dict with all columns of its row."""
+    """The reward: any function (problems, completions) -> a number per completion, at least 1 if right."""
     if not args.reward_model:
         return answer_reward
     judge, tokenizer = load("AutoModelForSequenceClassification", "reward_model", args)
@@ -465,6 +466,7 @@ def load_reward(args):
 
     @torch.no_grad()
     def judged(problems, completions):
+        """The judge's logits."""
         rewards = []
         for problem, text in zip(problems, completions):
             chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
@@ -690,6 +692,7 @@ def launch(main, args):
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or --max_new_tokens (sampling), or "
              "give --offload_optimizer or --beta 0")
     finally:
+        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # a full disk
         if os.listdir(args.out) == [".lock"]:
             shutil.rmtree(args.out)
         lock.release()
@@ -706,16 +709,13 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     if getattr(args, "ref_every", None) and args.beta > 0:
         states["reference"] = models["reference"].state_dict()
-    try:
+    with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
         for name in optimizers:
             models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
         tokenizer.save_pretrained(unfinished)
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
         torch.save(states, unfinished / "optimizer.pt")
         unfinished.rename(final)
-    except Exception as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"--out {args.out}: step {step} cannot be saved (disk full?): {error}")
     for old in checkpoints(args):
         if int(old.name[5:]) < step:
             old.rename(unfinished)  # no kill leaves half of one

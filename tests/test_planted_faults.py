@@ -136,7 +136,8 @@ FAULTS = {"ppo grpo gspo": [  # what stands there once, what is planted, test fi
     # runs and checkpoints
     ("self.args.seed * 1_000_003 + step", "step", "cli: seed_reaches and grpo"),
     ("sorted(found, key=lambda p: int(p.name[5:]))", "sorted(found)", "resume: newest"),
-    ('Path(args.out, ".unfinished")', 'Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
+    (', Path(args.out, ".unfinished")', ', Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
+    ('shutil.rmtree(Path(args.out, ".unf', 'dict(x=Path(args.out, ".unf', "resume: full_disk and optimizer"),
     ("if int(old.name[5:]) < step:", "if int(old.name[5:]) != step:", "resume: users"),
     ('glob("step-[1-9]*/")', 'glob("step-[1-9]*")', "resume: users"),
     ("except torch.OutOfMemoryError:\n        raise", "except MemoryError:\n        raise", "cli: runs_out"),

@@ -159,7 +159,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
             resume(grpo, "part", "--steps 2")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert newest("part").name == "step-1"
+    assert newest("part").name == "step-1" and not Path("part/.unfinished").exists()
     resume(grpo, "part", "--steps 3")
     same_runs("whole", "part")
 
