@@ -1,17 +1,28 @@
-"""All that is not the algorithm, from log-probabilities to the reward.
+"""What the three scripts share: everything that is not the algorithm.
+
+The method      Log-probabilities, Batching, Optimiser: read these beside grpo.py.
+The sampler     Sampling: how completions are drawn, one token of every row at a time.
+The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Run: read one
+                when something in it stops you.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
-completion), T completion positions, M tokens, V vocabulary, H width of the hidden states.
+completion), S of a prompt, T of a completion, M completion tokens of a batch, C tokens of a
+chunk, V vocabulary, H width of hidden states, D of an attention head; n, s, t parts of N, S, T.
+
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on both, even where a prompt holds eos, 0 on padding
+    attention  (N, L)  1 on prompt and completion, even where a prompt holds eos, 0 on padding
     mask       (N, T)  1 on the sampled tokens, the first eos included, 0 behind them
-    row        (N,)    its number in the rollout
+    row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
+    finished   (N,)    True where a stop token ended the completion
+    texts      N completions, and seconds, how long it took to sample them
 The scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
 import contextlib
 import copy
+import glob
+import itertools
 import json
 import math
 import os
@@ -22,803 +33,1013 @@ import signal
 import sys
 import textwrap
 import time
+import zipfile
+import zlib
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TOY = str(Path(__file__).resolve().parent / "tests/toy")  # default model and problems
 
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, temperature):
-    """log pi of completion tokens, pi = softmax(logits / temperature): (N, T) float32, 0 outside the mask."""
-    place, hidden, target = completion_states(model, batch)
-    weight = model.get_output_embeddings().weight
-    logp = ChunkedLogProbs.apply(hidden, weight, target, temperature)  # (M,)
-    return logp.new_zeros(batch["mask"].shape).index_put(place, logp)
+    """Compute log pi of the completion tokens, where pi = softmax(logits / temperature).
+    Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
+    index, hidden, target = completion_states(model, batch)
+    layer = model.get_output_embeddings()
+    logp = ChunkedLogProbs.apply(
+        hidden, layer.weight, layer.bias, target, output_head(model), temperature)  # (M,)
+    return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
-def token_values(model, batch, temperature=None):
-    """The critic's V of the state before each completion token: (N, T) float32."""
-    place, hidden, _ = completion_states(model, batch)
+def token_values(model, batch):
+    """Compute the critic's value of the state before each completion token, (N, T) float32."""
+    index, hidden, _ = completion_states(model, batch)
     values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)  # (M,)
-    return values.new_zeros(batch["mask"].shape).index_put(place, values)
+    return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
 def completion_states(model, batch):
-    """Of the M completion tokens: their places (row, t) in (N, T), the hidden states (M, H) that predict them,
-    one position earlier (the only shift here), and their ids (M,)."""
+    """Run the body of the model and find the states that predict the M completion tokens.
+    Returns where each token stands in (N, T), as a pair of indices (M,), the hidden states (M, H)
+    one position before the tokens, the only shift here, and the ids of the tokens (M,)."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
-    # Causal attention never looks right: no mask for padding there.
-    hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state  # (N, L, H)
+    # No attention mask: padding is on the right, and causal attention never looks there.
+    hidden = body_of(model)(input_ids=batch["ids"], use_cache=False).last_hidden_state  # (N, L, H)
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
-def head_logits(hidden, weight, temperature=1.0):
-    """(M, H), (V, H) -> hidden weight^T / temperature, (M, V) float32: bfloat16 moves log-probs by up to .07."""
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+def body_of(model):
+    """Return the part of a model that makes hidden states; a critic is one itself."""
+    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4 does not name its body
+        return model.model
+    return model.base_model
+
+class Head(NamedTuple):
+    """How a model makes logits: cap tanh(x / cap), or x, where x = factor (h weight^T + bias)."""
+    weight: torch.Tensor  # (V, H)
+    bias: torch.Tensor | None  # (V,)
+    factor: float
+    cap: float | None
+
+def output_head(model):
+    """Read a model's Head from its last layer and its config; check_model tests what is read."""
+    layer, config = model.get_output_embeddings(), model.config.get_text_config()
+    factor = 1.0
+    if getattr(config, "logit_scale", None):  # Cohere
+        factor = config.logit_scale
+    elif getattr(config, "logits_scaling", None):  # Granite
+        factor = 1 / config.logits_scaling
+    elif getattr(config, "dim_model_base", None):  # MiniCPM
+        factor = config.dim_model_base / config.hidden_size
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    cap = cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
+    weight = layer.weight
+    if not weight.is_cuda:  # no 16-bit product with a float32 result there: cast once
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return Head(weight, layer.bias, factor, cap)
+
+def head_logits(hidden, head, temperature=1.0):
+    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 is off by up to .07."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     else:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = hidden.to(dtype) @ weight.to(dtype).T
-    return logits if temperature == 1 else logits.div_(temperature)
+        logits = hidden.to(head.weight.dtype) @ head.weight.T
+    if head.bias is not None:
+        logits += head.bias
+    if head.factor != 1:
+        logits *= head.factor
+    if head.cap is not None:
+        logits = logits.div_(head.cap).tanh_().mul_(head.cap)
+    if temperature != 1:
+        logits /= temperature
+    return logits
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[target], C tokens at a time. The backward pass computes the
-    logits again: (C, V) numbers in memory, not several times (M, V), for one more product."""
+    """log softmax(logits / temperature)[target], computed C tokens at a time.
+    The backward pass computes the logits again: memory holds (C, V) numbers, not several times
+    (M, V), for one more matrix product."""
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature):
-        """(M, H), (V, H), (M,) -> (M,)"""
-        ctx.save_for_backward(hidden, weight, target)
-        ctx.temperature, ctx.C = temperature, 512 if hidden.is_cuda else 256
+    def forward(ctx, hidden, weight, bias, target, head, temperature):
+        """(M, H), (V, H), (V,) or None, (M,) -> (M,); `head` is made of the same parameters."""
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.head, ctx.temperature = head, temperature
+        ctx.C = 512 if hidden.is_cuda else 256
         logp = []
         for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
-            logits = head_logits(h, weight, temperature)  # (C, V)
+            logits = head_logits(h, head, temperature)  # (C, V)
             logp.append(logits.gather(1, y[:, None]).squeeze(1) - logits.logsumexp(-1))
-            del logits  # before the next
+            del logits  # before the next: memory holds one chunk
         return torch.cat(logp)
 
     @staticmethod
     def backward(ctx, grad):
-        """d log p(target) / d logits = (onehot(target) - p) / temperature."""
-        hidden, weight, target = ctx.saved_tensors
-        grad = grad / ctx.temperature  # (M,)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=grad.dtype)
+        """d log p(target) / d logits = (onehot(target) - p) / temperature, grad (M,)."""
+        hidden, weight, bias, target = ctx.saved_tensors
+        head = ctx.head
+        grad = grad * (head.factor / ctx.temperature)  # (M,)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
-            c = slice(start, start + ctx.C)
-            p = head_logits(hidden[c], weight, ctx.temperature).softmax(-1)  # (C, V)
-            p.mul_(-grad[c, None]).scatter_add_(1, target[c, None], grad[c, None])
-            grad_logits = p.to(weight.dtype)
-            grad_hidden[c] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[c]  # bfloat16 products, summed in float32
-        return grad_hidden, grad_weight, None, None
+            chunk = slice(start, start + ctx.C)
+            g, y = grad[chunk, None], target[chunk, None]  # (C, 1) both
+            logits = head_logits(hidden[chunk], head, ctx.temperature)  # (C, V)
+            grad_logits = logits.softmax(-1).mul_(-g).scatter_add_(1, y, g)
+            if head.cap is not None:  # d cap tanh(x / cap) / dx = 1 - tanh^2
+                grad_logits *= 1 - (logits * (ctx.temperature / head.cap)) ** 2
+            del logits
+            if bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(weight.dtype)
+            grad_hidden[chunk] = grad_logits @ weight
+            grad_weight += grad_logits.T @ hidden[chunk]  # 16-bit products, summed in float32
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 # ---- Batching ----
-def minibatches(rollout, count, group_size):
-    """Cut a rollout into `count` even parts that keep groups whole."""
-    groups = torch.arange(len(rollout["ids"]), device=rollout["ids"].device).view(-1, group_size)
-    for part in groups.tensor_split(count):
+def minibatches(rollout, count, group_size, doing="update"):
+    """Cut a rollout into `count` even parts that keep groups whole; a bar shows `doing`."""
+    rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
+    groups = rows.view(-1, group_size)  # (P, G)
+    for part in progress(groups.tensor_split(count), doing, "minibatch"):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens):
-    """Cut `batch` into micro-batches of at most `tokens` positions, padding included, or one row. Rows are sorted
-    by length and trimmed to the longest; a row shorter than .85 of it - 8 begins the next."""
+    """Cut a batch into micro-batches of at most `tokens` positions, padding included, or one row.
+    Rows are sorted by length, so that there is little padding, and trimmed to the longest row. A
+    row that is 15 % shorter begins the next micro-batch, if this one is worth a pass already."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
-    lengths, completions, begin = lengths.tolist(), batch["mask"].sum(1).long()[order].tolist(), 0
+    lengths = lengths.tolist()
+    completions = batch["mask"].sum(1).long()[order].tolist()
+    begin = 0
     while begin < len(lengths):
-        L, end = lengths[begin], begin + 1
-        while end < len(lengths) and lengths[end] >= 0.85 * L - 8 and (end + 1 - begin) * L <= tokens:
+        L = lengths[begin]
+        end = begin + 1
+        while end < len(lengths) and (end + 1 - begin) * L <= tokens:
+            if (end - begin) * L > tokens / 16 and lengths[end] < 0.85 * L:
+                break
             end += 1
-        part, T = select(batch, order[begin:end]), max(completions[begin:end])
-        width = {"ids": L, "attention": L}
-        yield {name: x[:, :width.get(name, T)] if x.dim() == 2 else x for name, x in part.items()}
+        T = max(completions[begin:end])
+        part = select(batch, order[begin:end])
+        for name, value in part.items():
+            if value.dim() == 2:
+                part[name] = value[:, :L] if name in ("ids", "attention") else value[:, :T]
+        yield part
         begin = end
 
 def select(batch, rows):
+    """Return the tensors of a batch, with these rows alone."""
     return {name: value[rows] for name, value in batch.items() if torch.is_tensor(value)}
 
-def over_rollout(function, model, rollout, args):
-    """token_logprobs or token_values of a rollout, (N, T), in the pieces of the update: in bfloat16 a log-prob
-    depends on the rows beside it by more than GSPO's clip range."""
+def rollout_logprobs(model, rollout, args):
+    """Compute token_logprobs of a whole rollout, (N, T)."""
+    return by_micro_batch(lambda b: token_logprobs(model, b, args.temperature), rollout, args)
+
+def rollout_values(model, rollout, args):
+    """Compute token_values of a whole rollout, (N, T)."""
+    return by_micro_batch(lambda b: token_values(model, b), rollout, args)
+
+def by_micro_batch(function, rollout, args):
+    """Apply `function` to the pieces that the update will train on, and put rows back in place.
+    In 16 bits a log-prob depends on the rows beside it by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
-    for minibatch in minibatches(rollout, args.minibatches, args.group_size):
+    for minibatch in minibatches(rollout, args.minibatches, args.group_size, "log-probs"):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
-            result[b["row"], :b["mask"].shape[1]] = function(model, b, args.temperature)
-    return result
-
-def padding(batch):
-    """A micro-batch's positions without a token: (sum, count)."""
-    return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
-
-def means(logged):
-    """Of what an update logged: means of (sum, count), else maxima."""
-    result = {}
-    for name in dict.fromkeys(name for stats in logged for name in stats):
-        values = [stats[name] for stats in logged if name in stats]
-        if torch.is_tensor(values[0]):
-            result[name] = max(values).item()
-        else:
-            total, count = map(sum, zip(*values))
-            result[name] = float(total / count)
+            result[b["row"], :b["mask"].shape[1]] = function(b)
     return result
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW on float32 masters of a model's weights, with warm-up and norm clipping. At a learning rate of
-    1e-6 bfloat16 rounds the update of 98 % of the weights away."""
+    """AdamW on float32 copies (masters) of a model's weights, with warm-up and norm clipping.
+    At a learning rate of 1e-6 bfloat16 would round the update of 98 % of the weights away. In
+    float16 small gradients would become 0: the loss is multiplied by a scale, which halves when a
+    gradient overflows and doubles after GROW_EVERY good steps (Micikevicius et al. 2018)."""
+    GROW_EVERY = 200
+
     def __init__(self, model, lr, args, eps=1e-8):
-        self.lr, self.args, self.taken = lr, args, 0
+        self.lr, self.args = lr, args
+        self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        self.masters = {name: w.detach().to(self.device, torch.float32) for name, w in self.weights.items()}
-        for weight in self.weights.values():
-            weight.grad_dtype = torch.float32
-        # torch's 0.999 remembers longer than a short run
-        self.adamw = torch.optim.AdamW(self.masters.values(), lr, (0.9, 0.95), eps, 0.0, fused=True)
+        self.weights, self.masters = {}, {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weight.grad_dtype = torch.float32  # gradients of micro-batches are summed in it
+                self.weights[name] = weight
+                self.masters[name] = weight.detach().to(self.device, torch.float32)  # or itself
+        self.float16 = any(weight.dtype == torch.float16 for weight in self.weights.values())
+        self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
+        self.good_steps = 0  # since the last overflow
+        self.adamw = torch.optim.AdamW(
+            self.masters.values(), lr, betas=(0.9, 0.95),  # torch's .999 outlasts a short run
+            eps=eps, weight_decay=0.0, fused=True)
+
+    def backward(self, loss):
+        """Add the gradient of `loss` to those of the micro-batches before it."""
+        (loss * self.loss_scale).backward()
 
     def step(self, prefix=""):
-        """One step, unless the gradient is not finite; clears it. Returns statistics."""
+        """Take one step, unless the gradient is not finite, and clear it. Returns statistics."""
         weights, masters = self.weights.values(), self.masters.values()
+        if self.loss_scale != 1:
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.grad /= self.loss_scale
         norm = torch.nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm).item()
-        stats = {"skipped": (not math.isfinite(norm), 1)}
-        if math.isfinite(norm):
+        finite = math.isfinite(norm)
+        stats = {"skipped": (not finite, 1)}
+        if finite:
             stats |= {"grad_norm": (norm, 1), "grad_clipped": (norm > self.args.max_grad_norm, 1)}
-            self.taken += 1
-            self.adamw.param_groups[0]["lr"] = self.lr * min(1, self.taken / max(1, self.args.warmup_steps))
+            self.steps_taken += 1
+            warm_up = min(1, self.steps_taken / max(1, self.args.warmup_steps))
+            self.adamw.param_groups[0]["lr"] = self.lr * warm_up
             for weight, master in zip(weights, masters):
                 master.grad = None if weight.grad is None else weight.grad.to(self.device)
             self.adamw.step()
             for weight, master in zip(weights, masters):
-                weight.data.copy_(master)  # rounds to bfloat16
+                weight.data.copy_(master)  # rounds to the weight's dtype
         for tensor in (*weights, *masters):
             tensor.grad = None
+        if self.float16:
+            self.adapt_loss_scale(finite)
         return {prefix + name: value for name, value in stats.items()}
 
+    def adapt_loss_scale(self, finite):
+        """Halve the scale after an overflow, double it after GROW_EVERY good steps."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale /= 2
+        elif self.good_steps % self.GROW_EVERY == 0:
+            self.loss_scale *= 2
+
     def state_dict(self):
-        return {"masters": self.masters, "adamw": self.adamw.state_dict(), "taken": self.taken}
+        """Return all that a resumed run needs; the weights are the masters, rounded."""
+        return {"masters": self.masters, "adamw": self.adamw.state_dict(),
+                "steps_taken": self.steps_taken, "loss_scale": self.loss_scale,
+                "good_steps": self.good_steps}
 
     def load_state_dict(self, state):
-        """Set the weights too. KeyError or ValueError, before that, if they are others."""
+        """Set masters, moments and the weights too.
+        KeyError or ValueError, before any weight is changed, if the state is of other weights."""
         self.adamw.load_state_dict(state["adamw"])
         for name, master in self.masters.items():
-            saved = state["masters"][name], *self.adamw.state[master].values()
-            if any(x.shape != master.shape for x in saved if x.dim()):
-                raise ValueError(f"another shape of {name}")
-        for name, weight in self.weights.items():
-            weight.data.copy_(self.masters[name].data.copy_(state["masters"][name]))
-        self.taken = state["taken"]
+            for tensor in (state["masters"][name], *self.adamw.state[master].values()):
+                if tensor.dim() > 0 and tensor.shape != master.shape:
+                    raise ValueError(f"another shape of {name}")
+        for name, master in self.masters.items():
+            master.data.copy_(state["masters"][name])
+            self.weights[name].data.copy_(master)
+        self.steps_taken = state["steps_taken"]
+        self.loss_scale, self.good_steps = state["loss_scale"], state["good_steps"]
 
 # ---- Sampling ----
 @torch.no_grad()
-def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0, cuda_graphs=True):
-    """Sample group_size completions of each of P prompts (lists of ids) from softmax(logits / temperature), or
-    greedily at 0. Returns a rollout, with finished (N,), texts (N strings) and seconds. The model's own
-    top_k and the like are ignored; on a GPU a CUDA graph is replayed per token."""
-    began, was_training = time.perf_counter(), model.training
-    model.eval()  # in training mode checkpointing silently drops the cache
-    rows = Rows(model, prompts, group_size, max_new_tokens, temperature, stop_ids(model, tokenizer))
-    rows.append(rows.read_prompts())
-    recorded = None
-    for t in range(1, max_new_tokens):
-        if t % 4 == 0 and rows.running[rows.kept].float().mean() < 0.5:  # syncs the GPU
-            if not rows.running.any():
-                break
-            rows.drop_finished()
-        if rows.S + t > rows.width:
-            rows.width += rows.width_step
-        shape = len(rows.kept), rows.width
-        if shape == recorded:  # a graph is for tensors of one shape
-            replay()
-        else:
-            rows.next_token()  # warm-up, which no graph may hold
-            replay = record(rows.next_token) if cuda_graphs and rows.ids.is_cuda else rows.next_token
-            recorded = shape
+def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, temperature=1.0,
+             cuda_graphs=True):
+    """Sample group_size completions of each of P prompts (lists of ids); greedily at temperature 0.
+    Returns a rollout. Samples come from softmax(logits / temperature) and nothing else: the
+    generate of transformers would add the model's own top_k and the like. A prompt is read once
+    for its group, finished rows are dropped, and on a GPU a CUDA graph is replayed for every token.
+    """
+    start, was_training = time.perf_counter(), model.training
+    model.eval()  # in training mode gradient checkpointing silently drops the cache
+    stop = stop_ids(model, tokenizer)
+    rows = [prompt for prompt in prompts for _ in range(group_size)]  # N prompts
+    if getattr(model, "sampled_by_transformers", False):
+        completions, _ = sample_with_transformers(model, rows, max_new_tokens, temperature, stop)
+    else:
+        sampler = Sampler(model, prompts, group_size, max_new_tokens, temperature, stop)
+        completions = sampler.run(max_new_tokens, cuda_graphs)
     model.train(was_training)
-    return rows.rollout(tokenizer) | {"seconds": time.perf_counter() - began}
-
-def record(step):
-    """Record `step` in a CUDA graph; returns its replay."""
-    graph = torch.cuda.CUDAGraph()
-    with or_fail("this model cannot be recorded: give --no-cuda_graphs"), torch.cuda.graph(graph):
-        step()  # an error: the model waits for a value
-    return graph.replay
+    rollout = as_rollout(rows, completions, model.device)
+    rollout["finished"] = torch.tensor([c[-1] in stop for c in completions], device=model.device)
+    rollout["texts"] = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return rollout | {"seconds": time.perf_counter() - start}
 
 def stop_ids(model, tokenizer):
-    """The ids that end a completion; chat models have several."""
+    """Return the ids that end a completion; chat models have several."""
     eos = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+    several = eos if isinstance(eos, list) else [eos]
+    return sorted({tokenizer.eos_token_id, *several} - {None})
 
-class Rows:
-    """Completions being written, and itself the model's `past_key_values`: keys and values of each layer
-    (n, length, heads, D), position p of row i at [i, p], so no prompt is padded on the left. A CUDA graph can
-    replay a token: all changes are in place, and no size depends on a value."""
-    def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
-        self.model, self.G, self.temperature, device = model, group_size, temperature, model.device
-        self.S, self.stop = max(map(len, prompts)), torch.tensor(stop, device=device)
-        self.layers = []
-        # attention sees `width` positions; a graph for each
-        self.width_step = step = 256 if device.type == "cuda" else 1
-        self.width, length = (math.ceil(n / step) * step for n in (self.S, self.S + max_new_tokens))
-        rows = [prompt for prompt in prompts for _ in range(group_size)]
-        self.ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)  # (N, length)
-        self.prompt_lengths = torch.tensor(list(map(len, rows)), device=device)  # (N,)
-        self.position = self.prompt_lengths - 1  # (N,) of the last token
-        self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
-        self.row = torch.arange(len(self.ids), device=device)  # (N,)
-        self.kept = self.row  # (n,) rows that are in the cache
+def as_rollout(prompts, completions, device="cpu"):
+    """Lay out N prompts and completions, lists of ids, as a rollout's tensors."""
+    rows = [torch.tensor(p + c) for p, c in zip(prompts, completions)]
+    tensors = {
+        "ids": pad_sequence(rows, batch_first=True),
+        "attention": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "mask": pad_sequence([torch.ones(len(c)) for c in completions], batch_first=True),
+        "row": torch.arange(len(rows))}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
-    def read_prompts(self):
-        """Read each prompt once for its group; logits of the next tokens, (N, V)."""
-        ids, last = self.ids[::self.G, :self.S], self.position[::self.G]  # (P, S), (P,)
-        logits = self.read(ids, torch.arange(self.S, device=ids.device).expand_as(ids), last)  # (P, V)
-        for layer in self.layers:  # no second cache in memory
-            layer[:] = [x.repeat_interleave(self.G, 0) for x in layer]
-        return logits.repeat_interleave(self.G, 0)
-
-    def read_last(self):
-        """Read the last token of each row; logits of the next tokens, (n, V)."""
-        position = self.position[self.kept]  # (n,)
-        return self.read(self.ids[self.kept, position][:, None], position[:, None], 0)
-
-    def read(self, ids, positions, last):
-        """Read ids (n, s) at `positions` (n, s); logits of the token after column `last` of each row, (n, V)."""
-        row = self.row[:len(ids)]  # (n,)
-        self.place = row[:, None], positions
-        masks = attention_masks(self.model, positions, self.width)
-        hidden = self.model.base_model(
-            input_ids=ids, attention_mask=masks, position_ids=positions, past_key_values=self,
-            use_cache=True).last_hidden_state  # (n, s, H)
-        return head_logits(hidden[row, last], self.model.get_output_embeddings().weight)
+class KVCache:
+    """Keys and values of the positions that were read, given to a model as its past_key_values.
+    Position p of row i is at [i, p], so that no prompt is padded on the left. transformers asks
+    two things of a cache: update() and get_seq_length()."""
+    def __init__(self, length):
+        self.length = length
+        self.layers = []  # of each the keys and the values, (n, length, heads, D)
+        self.index = None  # where the next ones go: row (n, 1), position (n, s)
+        self.width = None  # attention looks at so many positions
 
     def update(self, keys, values, layer, *_):
-        """Called by each attention layer: keep keys and values (n, heads, s, D), return all to attend to."""
+        """Keep a layer's new keys and values (n, heads, s, D); return all that it attends to."""
         if layer == len(self.layers):
-            shape = len(keys), self.ids.shape[1], keys.shape[1]
-            self.layers.append([x.new_zeros(*shape, x.shape[3]) for x in (keys, values)])
+            self.layers.append([new.new_zeros(len(new), self.length, new.shape[1], new.shape[3])
+                                for new in (keys, values)])
+        shown = []
         for cached, new in zip(self.layers[layer], (keys, values)):
-            cached[self.place] = new.transpose(1, 2)
-        return [x[:len(keys), :self.width].transpose(1, 2) for x in self.layers[layer]]
+            cached[self.index] = new.transpose(1, 2)
+            shown.append(cached[:len(new), :self.width].transpose(1, 2))
+        return shown
 
     def get_seq_length(self, *_):
-        return 0  # for positions, which the models are given
+        """Return 0: models count positions from here, but are given position_ids."""
+        return 0
 
-    def append(self, logits):
-        """Draw the running rows' tokens from softmax(logits / temperature), (n, V), by the Gumbel-max trick."""
-        if self.temperature > 0:
-            logits = logits / self.temperature - torch.empty_like(logits).exponential_().log_()
-        token, running = logits.argmax(-1), self.running[self.kept]  # (n,) both
-        self.position[self.kept] += running.long()
-        position = self.position[self.kept]
-        self.ids[self.kept, position] = torch.where(running, token, self.ids[self.kept, position])
-        self.running[self.kept] = running & (token[:, None] != self.stop).all(1)
+    def repeat(self, count):
+        """Repeat every row, layer by layer, so that memory never holds a second cache."""
+        for layer in self.layers:
+            layer[:] = [cached.repeat_interleave(count, 0) for cached in layer]
+
+    def keep(self, rows):
+        """Move `rows` (n,) to the front; the others are lost."""
+        for layer in self.layers:
+            for cached in layer:
+                cached[:len(rows)] = cached[rows]
+
+class Sampler:
+    """Rows of completions that are being written, and the cache of what the model has read.
+    All changes are in place and no shape depends on a value, so that a CUDA graph can replay them.
+    """
+    def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
+        device = model.device
+        self.model, self.group_size, self.temperature = model, group_size, temperature
+        self.head = output_head(model)
+        self.stop = torch.tensor(stop, device=device)
+        self.S = max(len(prompt) for prompt in prompts)
+        # Attention looks at the first `width` positions. On a GPU each width is another graph, so
+        # it grows in large steps.
+        self.width_step = 256 if device.type == "cuda" else 1
+        self.width = round_up(self.S, self.width_step)
+        self.cache = KVCache(round_up(self.S + max_new_tokens, self.width_step))
+        rows = [prompt for prompt in prompts for _ in range(group_size)]
+        padded = [row + [0] * (self.cache.length - len(row)) for row in rows]
+        self.ids = torch.tensor(padded, device=device)  # (N, length)
+        self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
+        self.position = self.prompt_lengths - 1  # (N,) of the last token
+        self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
+        self.row = torch.arange(len(rows), device=device)  # (N,) made once: a graph makes nothing
+        self.active = self.row  # (n,) the rows that are in the cache
+
+    def run(self, max_new_tokens, cuda_graphs):
+        """Write up to max_new_tokens tokens of every row; returns N completions, lists of ids."""
+        graph = Graph(self.next_token) if cuda_graphs and self.ids.is_cuda else None
+        self.append(self.read_prompts())
+        for t in progress(range(1, max_new_tokens), "sampling", "token"):
+            if t % 4 == 0:  # not at every token: to look at a value waits for the GPU
+                running = self.running[self.active].float().mean()
+                if running == 0:
+                    break
+                if running < 0.5:
+                    self.drop_finished()
+            if self.S + t > self.width:
+                self.width += self.width_step
+            if graph:
+                graph.run(shape=(len(self.active), self.width))
+            else:
+                self.next_token()
+        return self.completions()
+
+    def completions(self):
+        """Return what is written so far, N lists of ids."""
+        starts, ends = self.prompt_lengths.tolist(), (self.position + 1).tolist()
+        return [row[start:end] for row, start, end in zip(self.ids.tolist(), starts, ends)]
 
     def next_token(self):
+        """Write one token of every running row."""
         self.append(self.read_last())
 
-    def drop_finished(self):
-        """Go on with the running rows; the cache closes up."""
-        going = self.running[self.kept].nonzero().squeeze(1)  # (n,)
-        self.kept = self.kept[going]
-        for cached in sum(self.layers, []):
-            cached[:len(going)] = cached[going]
+    def read_prompts(self):
+        """Read each prompt once for its group; returns the logits of the first tokens, (N, V).
+        The padding behind a shorter prompt is read into the cache too. It does no harm: no token
+        looks to its right, and the columns are overwritten before a later token sees them."""
+        ids = self.ids[::self.group_size, :self.S]  # (P, S)
+        last = self.position[::self.group_size]  # (P,)
+        positions = torch.arange(self.S, device=ids.device).expand_as(ids)
+        logits = self.read(ids, positions, last)  # (P, V)
+        self.cache.repeat(self.group_size)
+        return logits.repeat_interleave(self.group_size, 0)
 
-    def rollout(self, tokenizer):
-        """The prompts and completions so far, as a rollout."""
-        starts, ends = self.prompt_lengths, self.position + 1  # (N,) both
-        column, lengths = torch.arange(ends.max(), device=ends.device), ends - starts
-        texts = [row[a:b] for row, a, b in zip(self.ids.tolist(), starts.tolist(), ends.tolist())]
-        return {"ids": self.ids[:, :len(column)], "attention": (column < ends[:, None]).long(),
-                "mask": (column[:lengths.max()] < lengths[:, None]).float(),
-                "row": self.row, "finished": ~self.running,
-                "texts": tokenizer.batch_decode(texts, skip_special_tokens=True)}
+    def read_last(self):
+        """Read the last token of each active row; returns the logits of the next ones, (n, V)."""
+        position = self.position[self.active]  # (n,)
+        return self.read(self.ids[self.active, position][:, None], position[:, None], 0)
+
+    def read(self, ids, positions, last):
+        """Read ids (n, s) at `positions` (n, s); returns the logits after column `last`, (n, V)."""
+        row = self.row[:len(ids)]  # 0 ... n-1
+        self.cache.index, self.cache.width = (row[:, None], positions), self.width
+        hidden = body_of(self.model)(
+            input_ids=ids, attention_mask=attention_masks(self.model, positions, self.width),
+            position_ids=positions, past_key_values=self.cache, use_cache=True,
+        ).last_hidden_state  # (n, s, H)
+        return head_logits(hidden[row, last], self.head)
+
+    def append(self, logits):
+        """Draw the tokens of the running rows from softmax(logits / temperature), (n, V)."""
+        token = draw(logits, self.temperature)  # (n,)
+        running = self.running[self.active]  # (n,)
+        self.position[self.active] += running.long()
+        position = self.position[self.active]
+        old = self.ids[self.active, position]
+        self.ids[self.active, position] = torch.where(running, token, old)
+        self.running[self.active] = running & (token[:, None] != self.stop).all(1)
+
+    def drop_finished(self):
+        """Go on with the running rows alone; the cache closes up."""
+        still_running = self.running[self.active].nonzero().squeeze(1)  # (n,) rows of the cache
+        self.active = self.active[still_running]
+        self.cache.keep(still_running)
+
+class Graph:
+    """A step of sampling as a CUDA graph, recorded anew when the shape of its tensors changes."""
+    def __init__(self, step):
+        self.step, self.shape = step, None
+
+    def run(self, shape):
+        """Do the step: replay its graph, or where `shape` is new, do it once and then record it."""
+        if shape == self.shape:
+            self.graph.replay()
+            return
+        self.step()  # first without a graph: libraries set themselves up, which none may hold
+        self.graph, self.shape = torch.cuda.CUDAGraph(), shape
+        with or_fail("this model cannot be recorded: give --no-cuda_graphs"):
+            with torch.cuda.graph(self.graph):  # an error here: the model waits for a value
+                self.step()  # noted down, not done
+
+def draw(logits, temperature):
+    """Draw one id a row from softmax(logits / temperature), (n, V) -> (n,); at 0 take the best.
+    By the inverse of the cumulated distribution: one random number a row, not V of them."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    cumulated = (logits / temperature).softmax(-1).cumsum(-1)  # (n, V)
+    u = 1 - torch.rand(len(logits), 1, device=logits.device)  # in (0, 1]: never an impossible id
+    return torch.searchsorted(cumulated, u * cumulated[:, -1:]).squeeze(1)
+
+def round_up(n, step):
+    """Return the first multiple of `step` from n on."""
+    return math.ceil(n / step) * step
 
 def attention_masks(model, positions, width):
-    """Added to attention scores at `positions` (n, s): 0, or -inf where a token must not look,
-    (n, 1, s, width); a dict if some layers see all and others a window."""
+    """Make what is added to the attention scores of tokens at `positions` (n, s).
+    That is 0, or -inf where a token must not look, (n, 1, s, width); a dict of such masks by the
+    kind of layer if a model has several kinds."""
     config = model.config.get_text_config()
-    at, column = positions[:, None, :, None], torch.arange(width, device=positions.device)
-    full = torch.where(column > at, -math.inf, 0.0).to(model.dtype)
-    windowed = full.masked_fill(column <= at - (getattr(config, "sliding_window", None) or width), -math.inf)
-    masks = {"full_attention": full, "sliding_attention": windowed}
+    query = positions[:, None, :, None]  # (n, 1, s, 1)
+    column = torch.arange(width, device=positions.device)  # (width,)
+    full = torch.where(column > query, -math.inf, 0.0).to(model.dtype)
+    masks = {"full_attention": full}
+    window = getattr(config, "sliding_window", None) or width
+    masks["sliding_attention"] = full.masked_fill(column <= query - window, -math.inf)
+    chunk = getattr(config, "attention_chunk_size", None) or width
+    masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if not kinds <= masks.keys():
+        raise ValueError(f"its layers are of another kind, {', '.join(kinds - masks.keys())}")
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
+def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, logits=False):
+    """Sample a completion of each prompt by transformers' own generate, without its extras; slow.
+    For models whose memory is more than keys and values. Returns the completions, lists of ids,
+    and if asked the logits of each token, T of (N, V)."""
+    import transformers
+    S = max(len(prompt) for prompt in prompts)
+    pad = stop[0] if stop else 0
+    ids = torch.tensor([[pad] * (S - len(p)) + p for p in prompts])  # padded on the left
+    attention = torch.tensor([[0] * (S - len(p)) + [1] * len(p) for p in prompts])
+    own_settings = model.generation_config
+    model.generation_config = transformers.GenerationConfig()  # else its top_k and the like act
+    head = output_head(model)._replace(factor=1.0, cap=None)  # the model has these behind it
+    unrounded = model.get_output_embeddings().register_forward_hook(  # draws from float32 logits
+        lambda layer, inputs, output: head_logits(inputs[0][:, -1], head)[:, None])
+    output = model.generate(
+        ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
+        max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
+        do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
+        return_dict_in_generate=True)
+    unrounded.remove()
+    model.generation_config = own_settings
+    completions = []
+    for written in output.sequences[:, S:].tolist():
+        ends = [t + 1 for t, token in enumerate(written) if token in stop]
+        completions.append(written[:ends[0]] if ends else written)
+    return completions, output.logits
+
+# ---- Statistics ----
+def means(logged):
+    """Reduce what the micro-batches of an update logged to one number a name.
+    Each entry of `logged` is a dict. A value is a pair (sum, count), of which the mean over all
+    entries is taken; a name that ends in _max has a number, of which the maximum is taken."""
+    result = {}
+    names = dict.fromkeys(name for stats in logged for name in stats)  # in the order they came
+    for name in names:
+        values = [stats[name] for stats in logged if name in stats]
+        is_max = name.endswith("_max")
+        for value in values:
+            if isinstance(value, tuple) == is_max:
+                raise TypeError(f'stats["{name}"] is {value!r}: give a pair (sum, count), or a '
+                                "number under a name that ends in _max")
+        if is_max:
+            result[name] = float(max(values))
+            continue
+        total = sum(total for total, _ in values)
+        count = sum(count for _, count in values)
+        result[name] = float(total / count)
+    return result
+
+def padding(batch):
+    """Count the positions of a micro-batch that hold no token: (sum, count)."""
+    return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
+
 def rollout_stats(rollout, group_size):
-    """What is logged of a rollout, {name: mean}."""
+    """Compute what is logged of a rollout, a dict of numbers."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
-    stats = {"reward": groups.mean(), "completion_length": mask.sum(1).mean(),
-             "truncated": 1 - rollout["finished"].float().mean(),
-             "entropy": -rollout["old_logp"].sum() / mask.sum(),  # estimated from samples
-             "rollout_tokens_per_s": mask.sum() / rollout["seconds"]}
+    tokens = mask.sum()
+    stats = {
+        "reward": groups.mean(),
+        "completion_length": mask.sum(1).mean(),
+        "truncated": 1 - rollout["finished"].float().mean(),
+        "entropy": -rollout["old_logp"].sum() / tokens,  # estimated from the samples
+        "rollout_tokens_per_s": tokens / rollout["seconds"]}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever the objective uses
         log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
-        stats["kl"] = (log_x.exp() - log_x - 1).sum() / mask.sum()
+        stats["kl"] = (log_x.exp() - log_x - 1).sum() / tokens
     return {name: value.item() for name, value in stats.items()}
 
+def explained_variance(returns, values, mask):
+    """Compute 1 - Var(returns - values) / Var(returns) over tokens; nothing if all are equal."""
+    returns, values = returns[mask > 0], values[mask > 0]  # (M,) both
+    if returns.var() < 1e-8:  # rounding
+        return {}
+    return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
+
+@torch.no_grad()
+def ratio_noise(policy, rollout, args, clipped, rows=32):
+    """Measure how far rounding alone moves the ratio, on some rows of the first rollout.
+    They are scored again by a copy of the policy in twice the bits. Returns the deviation of
+    log(pi / pi_old), two log-probs that are rounded each on its own, for a token, and for its mean
+    over a completion. Warns where the clip range of what is `clipped`, a "token" or a "sequence",
+    is so narrow that rounding decides."""
+    some = select(rollout, torch.arange(min(rows, len(rollout["mask"]))))
+    # A copy takes no more memory than the gradients, which are not there yet.
+    exact = copy.deepcopy(policy).to(torch.float64 if args.dtype == "float32" else torch.float32)
+    gaps = []
+    for b in micro_batches(some, args.micro_batch_tokens):
+        gap = token_logprobs(exact, b, args.temperature) - b["old_logp"]  # (n, t)
+        gaps += [row[:n] for row, n in zip(gap, b["mask"].sum(1).long())]
+    tokens, sequences = torch.cat(gaps), torch.stack([gap.mean() for gap in gaps])
+    noise = {"token": (2 * tokens.square().mean()).sqrt().item(),
+             "sequence": (2 * sequences.square().mean()).sqrt().item()}
+    for name in ("eps_low", "eps_high"):
+        eps = getattr(args, name, math.inf)  # a fork may have neither
+        if eps < 2 * noise[clipped]:
+            print(f"warning: rounding in {args.dtype} moves the log of a {clipped}'s ratio by "
+                  f"{noise[clipped]:.1g}: --{name} {eps:g} clips by lot; give a wider one or a "
+                  "finer --dtype")
+        if clipped == "sequence" and 0.1 <= eps < math.inf:
+            print(f"warning: --{name} {eps:g} hardly ever clips a sequence; usually 3e-4 to .01")
+    return {"ratio_noise": noise["token"], "sequence_ratio_noise": noise["sequence"]}
+
 def evaluate(policy, tokenizer, problems, reward, args):
-    """Share of right answers to held-out problems: greedy, and in n = --eval_samples samples of each, with
-    the unbiased pass@k = 1 - C(n - c, k) / C(n, k), c of the n right (Chen et al. 2021, eq. 1)."""
-    torch.manual_seed(args.seed)  # equal draws every time
-    problems, result = sorted(problems, key=lambda p: len(p["prompt"])), {}
-    for n, temperature in [(1, 0.0), (args.eval_samples, args.temperature)]:
-        rewards, lengths, size = [], [], max(1, args.prompts * args.group_size // n)  # rows as in a rollout
-        for i in tqdm(range(0, len(problems), size), desc="evaluating", leave=False, disable=None):
-            part = problems[i:i + size]
-            prompts = [p["prompt"] for p in part]
-            rollout = generate(policy, tokenizer, prompts, n, args.max_new_tokens, temperature, args.cuda_graphs)
-            rewards.append(score(reward, part, rollout).view(-1, n))
-            lengths.append(rollout["mask"].sum(1))
-        rewards = torch.cat(rewards)  # (problems, n)
-        right = rewards >= 1
-        result["eval_sampled_accuracy" if temperature else "eval_accuracy"] = right.float().mean().item()
-    result["eval_reward"] = rewards.mean().item()  # sampled
-    result["eval_completion_length"] = torch.cat(lengths).mean().item()
-    for k in (2 ** i for i in range(1, n.bit_length())):  # 2, 4, ...
+    """Compute the share of right answers to held-out problems, greedily and in samples.
+    Of n = --eval_samples samples a problem, c of them right, also the unbiased
+    pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1). A reward of 1 or more is right."""
+    torch.manual_seed(args.seed)  # the same draws at every evaluation
+    n = args.eval_samples
+    greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
+    sampled, length = sample_rewards(policy, tokenizer, problems, reward, n, args.temperature, args)
+    right = sampled >= 1  # (problems, n)
+    result = {
+        "eval_accuracy": (greedy >= 1).float().mean().item(),
+        "eval_sampled_accuracy": right.float().mean().item(),
+        "eval_reward": sampled.mean().item(),
+        "eval_completion_length": length}
+    k = 2
+    while k <= n:
         misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
+        k *= 2
     return result
 
-# ---- Models ----
-def settle(args, policy, trained_models=1):
-    """Settle defaults by the model's size; stop if it does not fit or is not supported."""
-    size, config = policy.num_parameters(), policy.config.get_text_config()
-    for name, value in vars(args).items():
-        if isinstance(value, dict):
-            setattr(args, name, value["toy" if size < 1_000_000 else "real"])
-    if size < 1_000_000:
-        torch.set_num_threads(1)  # equal sums everywhere
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
-    if positions <= args.max_new_tokens:
-        fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} positions")
-    args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
-    print(f"{size / 1e6:,.2f}M parameters")
-    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items() if name != "script")
-    for group in re.split(" (?=--(?:model|max_new_tokens|micro_batch_tokens|steps)=)", settings):
-        print(textwrap.fill(group, 99, break_on_hyphens=False))
-    per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
-    held = size * (per_model * trained_models + 2 * (args.beta > 0))
-    if args.device == "cuda" and held > torch.cuda.mem_get_info()[1]:
-        fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try --offload_optimizer, --beta 0")
-    saved, free = 14 * size * trained_models, shutil.disk_usage(args.out).free
-    if saved > free:
-        fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
-    if 2 * saved > free and not args.resume:
-        args.save_every = args.steps
-        print("warning: no disk for two checkpoints: saving at the end")
-    with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be sampled from"):
-        check_model(policy, args)
+def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
+    """Reward n samples of each problem: returns rewards (problems, n) and the mean length."""
+    rewards, lengths = [], []
+    problems = sorted(problems, key=lambda problem: len(problem["prompt"]))  # little padding
+    size = max(1, args.prompts * args.group_size // n)  # as many rows at a time as in a rollout
+    starts = range(0, len(problems), size)
+    for start in progress(starts, f"evaluating at temperature {temperature:g}", "batch"):
+        part = problems[start:start + size]
+        prompts = [problem["prompt"] for problem in part]
+        rollout = generate(policy, tokenizer, prompts, n, args.max_new_tokens, temperature,
+                           args.cuda_graphs)
+        rewards.append(rewards_of(reward, part, rollout).view(-1, n))
+        lengths.append(rollout["mask"].sum(1))
+    return torch.cat(rewards), torch.cat(lengths).mean().item()
 
-def load(kind, flag, args):
-    """The transformers `kind` that --`flag` names, on --device, in --dtype, without dropout; and its tokenizer."""
-    import transformers  # slow: after checking flags
+def progress(items, doing, unit):
+    """Show a bar below that of the run while `items` go by, in a terminal and if it takes long."""
+    return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
+
+# ---- Models ----
+def load_model(kind, flag, args):
+    """Load the transformers `kind` that --`flag` names, without dropout, and its tokenizer."""
+    import transformers  # takes seconds: after the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     source = getattr(args, flag)
-    with or_fail(f"--{flag} {source}: {'' if Path(source).is_dir() else 'no directory, '}cannot be loaded"):
+    place = "" if Path(source).is_dir() else "no directory, "
+    with or_fail(f"--{flag} {source}: {place}cannot be loaded"):
         model, found = getattr(transformers, kind).from_pretrained(
-            source, dtype=getattr(torch, args.dtype), use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True)
+            source, dtype=getattr(torch, args.dtype), use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    missing += ["tokenizer"] * (tokenizer.vocab_size < 3)
+    if tokenizer.vocab_size < 3:
+        missing.append("tokenizer")
     if missing:
         fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
-    for module in model.modules():  # with dropout old and new log-probs are of two networks
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name):
-                setattr(module, name, 0.0)
+    # With dropout or a router's noise, old and new log-probs would be of two networks.
+    for holder in (*model.modules(), model.config.get_text_config()):
+        for name, value in vars(holder).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
+                setattr(holder, name, 0.0)
     return model.to(args.device).train(), tokenizer
 
 def load_policy(args):
-    policy, tokenizer = load("AutoModelForCausalLM", "model", args)
-    size, ends = policy.get_input_embeddings().num_embeddings, stop_ids(policy, tokenizer)
-    if len(tokenizer) > size or not ends:
-        fail(f"--model {args.model}: its tokenizer has {len(tokenizer)} of {size} tokens, end tokens {ends}")
+    """Load --model and its tokenizer."""
+    policy, tokenizer = load_model("AutoModelForCausalLM", "model", args)
+    rows = policy.get_input_embeddings().num_embeddings
+    stop = stop_ids(policy, tokenizer)
+    if len(tokenizer) > rows or not stop:
+        fail(f"--model {args.model}: tokenizer of {len(tokenizer)} tokens, embedding of {rows} "
+             f"rows, end tokens {stop}: tokens must fit the embedding, and one must end a text")
     return policy, tokenizer
 
 def load_value(policy):
-    """PPO's value model: a copy of the policy with a float32 scalar head that starts at 0."""
-    model, weight = copy.deepcopy(policy.base_model), policy.get_output_embeddings().weight
-    model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)  # near 1 bfloat16 has steps of .004
+    """Make PPO's value model: a copy of the policy with a float32 scalar head that starts at 0."""
+    model = copy.deepcopy(body_of(policy))
+    weight = policy.get_output_embeddings().weight
+    # float32: near 1 bfloat16 has steps of .004
+    model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     return model
 
+def resolve_and_check(args, policy, trained_models=1):
+    """Settle what depends on the model, print the settings, and stop if the model does not fit."""
+    size = policy.num_parameters()
+    resolve_defaults(args, policy)
+    print(f"{size / 1e6:,.2f}M parameters")
+    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items())
+    print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
+    check_memory(args, size, trained_models)
+    with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
+        check_model(policy, args)
+
+def resolve_defaults(args, policy):
+    """Replace every default that is a dict by one of its values, by the model's size or --dtype."""
+    size = "toy" if policy.num_parameters() < 1_000_000 else "real"
+    for name, value in vars(args).items():
+        if isinstance(value, dict):
+            setattr(args, name, value[size if size in value else args.dtype])
+    if size == "toy":
+        torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
+    config = policy.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions or getattr(config, "max_seq_len", None)  # MPT
+    if not positions or positions < 1:  # XLNet: -1
+        return
+    if positions <= args.max_new_tokens:
+        fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has only {positions} "
+             "positions, for prompt and completion")
+    args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
+
+def check_memory(args, size, trained_models):
+    """Stop if `size` parameters do not fit the GPU, or their checkpoint the disk."""
+    per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
+    held = size * per_model * trained_models
+    if getattr(args, "beta", 0) > 0:  # a fork may have none
+        held += size * 2  # the reference
+    if args.device.startswith("cuda") and held > torch.cuda.mem_get_info(args.device)[1]:
+        fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try "
+             "--offload_optimizer, --beta 0")
+    saved = size * 14 * trained_models  # a 16-bit weight, its master and two moments
+    free = shutil.disk_usage(args.out).free
+    if saved > free:
+        fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
+    if 2 * saved > free and args.save_every < args.steps and not args.resume:
+        fail(f"--out {args.out}: the disk has no room for two checkpoints of {saved / 1e9:.1f} GB, "
+             f"the new one beside the old; --save_every {args.steps} needs room for one only")
+
 @torch.no_grad()
 def check_model(model, args):
-    """Sample after two prompts, one of full length; stop if the model's own logits differ."""
-    T, longest = 4, max(8, args.max_prompt_tokens + args.max_new_tokens)
-    vocabulary, draw = range(model.get_input_embeddings().num_embeddings), random.Random(0).choices
-    prompts = [draw(vocabulary, k=k) for k in (longest - T, longest // 2)]
-    rows = Rows(model.eval(), prompts, 1, T, temperature=0, stop=[])
-    sampled, rows.width = [rows.read_prompts()], longest
-    for _ in range(T - 1):
-        rows.append(sampled[-1])
-        sampled.append(rows.read_last())  # (2, V)
-    own = torch.cat([model(ids[None, :end], use_cache=False).logits[0, -T:]
-                     for ids, end in zip(rows.ids, rows.position + 1)])  # (2T, V)
-    ids = rows.ids[:1, :longest - 1]
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
-    trained = model.train().base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    headed = head_logits(states[-T:], model.get_output_embeddings().weight)
-    close = 1e-4 if model.dtype == torch.float32 else 0.01  # as a share of the largest logit
-    for what, ours, its, tolerance in [
-            ("has logits that are not finite", own, own, close),  # nan <= nan is False
-            ("changes its logits after the head", headed, own[:T], close),
-            ("has other logits token by token", torch.stack(sampled, 1).flatten(0, 1), own, 10 * close),
-            ("is random or different in training mode", trained, states, close)]:
-        if not (ours.float() - its.float()).abs().max() <= tolerance * (its - its.mean(-1, True)).abs().max():
-            fail(f"--model {args.model}: {type(model).__name__} {what}: not supported")
+    """Stop if what we compute with a model is not what the model itself would compute.
+    Families scale, bias or cap their logits, are random in training, or keep a memory of their
+    own. Three random prompts are read, one as long as a run allows."""
+    T = 4
+    longest = max(8, args.max_prompt_tokens + args.max_new_tokens)
+    rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
+    prompts = [rng.choices(vocabulary, k=k) for k in (longest - T, longest // 2, 3)]
+    close = 1e-4 if model.dtype == torch.float32 else 0.01
 
+    # As in training: the body, then our head.
+    ids = torch.tensor(prompts[:1], device=model.device)  # (1, L)
+    own = model.eval()(ids, use_cache=False).logits[0, -T:]  # (T, V)
+    states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
+    start = time.perf_counter()
+    trained = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
+    say_how_long(args, ids.numel() / (time.perf_counter() - start))
+    problem = None
+    if not own.isfinite().all():
+        problem = f"has logits that are not finite in {args.dtype}"
+    elif differ(head_logits(states[-T:], output_head(model)), own, close):
+        problem = "changes its logits after the head"
+    elif differ(trained, states, close):
+        problem = "is random or different in training mode"
+
+    # As in sampling, token by token: by our sampler, or else by transformers'.
+    model.eval()
+    model.sampled_by_transformers = False
+    if not problem and (reason := sampling_problem(model, prompts, T, 10 * close)):
+        model.sampled_by_transformers = True
+        problem = sampling_problem(model, prompts, T, 10 * close)
+    model.train()
+    if problem:
+        fail(f"--model {args.model}: {type(model).__name__} {problem}: not supported")
+    if model.sampled_by_transformers:
+        print(f"the model {reason}: transformers' own generate will sample, which is slow")
+
+def sampling_problem(model, prompts, T, tolerance):
+    """Write T tokens greedily, compare the logits with the model's own; what differs, or None."""
+    try:
+        if model.sampled_by_transformers:
+            completions, logits = sample_with_transformers(model, prompts, T, 0.0, [], logits=True)
+        else:
+            sampler, logits = Sampler(model, prompts, 1, T, temperature=0.0, stop=[]), []
+            for t in range(T):
+                logits.append(sampler.read_last() if t else sampler.read_prompts())
+                sampler.append(logits[-1])
+                sampler.width = sampler.cache.length
+            completions = sampler.completions()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a family raises
+        return f"cannot be sampled from: {textwrap.shorten(str(error), 200)}"
+    for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+        ids = torch.tensor([prompt + completion[:-1]], device=model.device)
+        own = model(ids, use_cache=False).logits[0, -T:]  # (T, V)
+        if differ(torch.stack([each[i] for each in logits]), own, tolerance):
+            return "has other logits token by token"
+
+def differ(ours, its, tolerance):
+    """Tell whether two tensors differ by over a share of the largest deviation from the mean."""
+    scale = (its - its.mean(-1, keepdim=True)).abs().max()
+    return not (ours.float() - its.float()).abs().max() <= tolerance * scale  # nan differs, too
+
+def say_how_long(args, tokens_per_s):
+    """Warn where the run may not end in a day: each token is sampled, scored and trained on."""
+    evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
+    tokens = args.prompts * args.group_size * args.max_new_tokens
+    step = tokens * (2 + 3 * args.epochs) / tokens_per_s
+    if args.steps * step + (1 + args.steps / args.eval_every) * evaluation > 24 * 3600:
+        print(f"warning: at {tokens_per_s:.0f} tokens/s an evaluation may take "
+              f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
+              "--eval_problems, --prompts or --steps")
+
+# ---- Problems ----
+def load_problems(args, tokenizer, reward):
+    """Load the training and the held-out problems.
+    A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
+    splits = read_splits(args.dataset)
+    if list(splits) == [args.split] and args.eval_split == "test":
+        train, held_out = hold_out_a_fifth(splits[args.split], args)
+    else:
+        for flag in ("split", "eval_split"):
+            name = getattr(args, flag)
+            if name not in splits:
+                fail(f"--{flag} {name}: --dataset {args.dataset} has only {', '.join(splits)}")
+        train, held_out = splits[args.split], splits[args.eval_split]
+    needs_answer = reward is answer_reward
+    train = prepare(train, tokenizer, args, "train on", needs_answer)
+    held_out = prepare(held_out, tokenizer, args, "hold out", needs_answer)
+    warn_of_other_problems(train, args)
+    count = min(args.eval_problems, len(held_out))
+    return train, random.Random(0).sample(held_out, count)
+
+def hold_out_a_fifth(rows, args):
+    """Split by the question alone, so that one asked twice is on one side; always the same."""
+    train, held_out = [], []
+    for row in rows:
+        question = str(row.get(args.question_column))
+        (held_out if random.Random(question).random() < 0.2 else train).append(row)
+    return train, held_out
+
+def read_splits(source):
+    """Read a file, a directory or a data set of the hub: {split: list of rows}."""
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    path = Path(source)
+    if not path.exists() and "/" not in source:  # datasets would take plain "csv" for a reader
+        fail(f"--dataset {source}: no such file or directory; a hub name is owner/name")
+    with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
+        import datasets  # takes seconds
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised, too
+        if path.is_file():
+            if path.stat().st_size == 0:
+                raise ValueError("it is empty")
+            reader = formats[path.suffix.lower()]
+            splits = datasets.load_dataset(reader, data_files=glob.escape(source))
+        else:
+            if path.is_dir():
+                source = os.path.abspath(source)
+                if glob.has_magic(source):
+                    raise ValueError("datasets reads [, * and ? in its name as a pattern")
+            configs = datasets.get_dataset_config_names(source)
+            splits = datasets.load_dataset(source, "main" if "main" in configs else None)
+        return {split: rows.to_list() for split, rows in splits.items()}
+
+def prepare(rows, tokenizer, args, use, needs_answer):
+    """Turn rows into problems; those that cannot be used are counted and left out."""
+    columns = [args.question_column]
+    if needs_answer:
+        columns.append(args.answer_column)
+    if rows and not set(columns) <= set(rows[0]):
+        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
+             f"{' and '.join(columns)}: see --question_column, --answer_column")
+    chats = [read_chat(row, args) for row in rows]
+    questions = [chat[-1]["content"] for chat in chats]
+    prompts = prompt_ids(chats, tokenizer, args)
+    problems, left_out = [], {"no question": 0, "too long": 0, "no readable answer": 0}
+    for row, question, prompt in zip(rows, questions, prompts):
+        answer = text_of(row, args.answer_column, args)
+        if not question or not prompt:
+            left_out["no question"] += 1
+        elif len(prompt) > args.max_prompt_tokens:
+            left_out["too long"] += 1
+        elif needs_answer and not readable(answer):
+            left_out["no readable answer"] += 1
+        else:
+            problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
+    counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts}"
+    if not problems:
+        fail(f"--dataset {args.dataset}: {summary}. Too long is over {args.max_prompt_tokens} "
+             "tokens: --max_prompt_tokens, or what --max_new_tokens leaves of the model's "
+             "positions. See also --split, --eval_split: of one split a fifth is held out")
+    print(summary)
+    ids = [token for problem in problems for token in problem["prompt"]]
+    if ids.count(tokenizer.unk_token_id) > len(ids) / 2:  # the toy, asked in words
+        fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}: "
+             "give another --model")
+    return problems
+
+def text_of(row, column, args):
+    """Return what a column holds as text, "" if nothing; a list or dict is refused."""
+    value = row.get(column)
+    if value is None or value != value:  # nan: an empty cell of a table
+        return ""
+    if isinstance(value, (list, dict)):
+        kind = type(value).__name__
+        fail(f"--dataset {args.dataset}: column {column} holds a {kind}, not a text")
+    return str(value)
+
+def read_chat(row, args):
+    """Return a row's question as messages; it may be a text, or messages already (as in TRL)."""
+    value = row.get(args.question_column)
+    is_chat = isinstance(value, list) and value and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str)
+        and "role" in message for message in value)
+    if is_chat:
+        chat = list(value)
+    else:
+        chat = [{"role": "user", "content": text_of(row, args.question_column, args)}]
+    if args.system_prompt and chat[0]["role"] != "system":
+        chat.insert(0, {"role": "system", "content": args.system_prompt})
+    return chat
+
+def prompt_ids(chats, tokenizer, args):
+    """Turn each chat into token ids: by the chat template, or as its texts, each with a newline."""
+    if not tokenizer.chat_template:
+        texts = ["".join(message["content"] + "\n" for message in chat) for chat in chats]
+        return [tokenizer(text)["input_ids"] for text in texts]
+    template = tokenizer.apply_chat_template
+    with or_fail(f"--model {args.model}: its chat template fails"):
+        try:
+            texts = template(chats, add_generation_prompt=True, tokenize=False)
+        except Exception:  # mostly there is no system role: let the user say it
+            for chat in chats:
+                if chat[0]["role"] == "system":
+                    system = chat.pop(0)["content"]
+                    chat[0] = chat[0] | {"content": f"{system}\n\n{chat[0]['content']}"}
+            texts = template(chats, add_generation_prompt=True, tokenize=False)
+        for chat, text in zip(chats, texts):
+            if chat[-1]["content"].strip() not in text:
+                raise ValueError(f"it leaves out the question {chat[-1]['content']!r}")
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
+
+def warn_of_other_problems(problems, args):
+    """Warn if a resumed run has other problems than it began with; keeps their number and hash."""
+    texts = "".join(problem["question"] + problem["answer"] for problem in problems)
+    now = f"{len(problems)} with hash {zlib.crc32(texts.encode()):08x}"
+    before = getattr(args, "problems", now)
+    if before != now:
+        print(f"warning: --dataset {args.dataset} has changed: it had problems to train on "
+              f"{before}, now {now}")
+    args.problems = now
+
+def batch_of(problems, step, args):
+    """Return the P problems of a step.
+    All problems are shuffled, used up, shuffled anew, and so on: which come now is a function of
+    --seed and the step, so that there is no state to save."""
+    batch, shuffles = [], {}
+    for place in range((step - 1) * args.prompts, step * args.prompts):
+        turn, i = divmod(place, len(problems))
+        if turn not in shuffles:
+            rng = random.Random(f"{args.seed} {turn}")
+            shuffles[turn] = rng.sample(problems, len(problems))
+        batch.append(shuffles[turn][i])
+    return batch
+
+# ---- Rewards ----
 def load_reward(args):
-    """The reward: any function (problems, completions) -> a number per completion, at least 1 if right."""
+    """Return the reward: any function (problems, completions) -> a number per completion.
+    A number of 1 or more counts as right. Either answer_reward or --reward_model's logit."""
     if not args.reward_model:
         return answer_reward
-    judge, tokenizer = load("AutoModelForSequenceClassification", "reward_model", args)
-    if judge.config.num_labels != 1:
-        fail(f"--reward_model {args.reward_model}: has {judge.config.num_labels} labels, not one")
+    model, tokenizer = load_model("AutoModelForSequenceClassification", "reward_model", args)
+    model.eval()
+    if model.config.num_labels != 1:
+        fail(f"--reward_model {args.reward_model}: has {model.config.num_labels} labels, not one")
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     @torch.no_grad()
-    def judged(problems, completions):
-        """The judge's logits."""
+    def reward_model(problems, completions):
+        """Return the model's logits, one row at a time: models read padding in different ways."""
         rewards = []
         for problem, text in zip(problems, completions):
-            chat = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": text}]
-            ids = (tokenizer.apply_chat_template(chat, return_dict=True) if tokenizer.chat_template
-                   else tokenizer(problem["question"] + "\n" + text))["input_ids"]
-            rewards.append(judge.eval()(input_ids=torch.tensor([ids], device=judge.device)).logits[0, 0])
+            chat = [{"role": "user", "content": problem["question"]},
+                    {"role": "assistant", "content": text}]
+            if tokenizer.chat_template:
+                ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+            else:
+                ids = tokenizer(problem["question"] + "\n" + text)["input_ids"]
+            if len(ids) > positions:
+                fail(f"--reward_model {args.reward_model}: a text of {len(ids)} tokens is over its "
+                     f"{positions} positions: lower --max_prompt_tokens or --max_new_tokens")
+            ids = torch.tensor([ids], device=model.device)
+            rewards.append(model(input_ids=ids).logits[0, 0])
         return rewards
-    return judged
+    return reward_model
 
 def answer_reward(problems, completions):
-    """1.0 for a completion with the problem's answer, else 0.0."""
+    """Return 1.0 for a completion with the problem's answer, else 0.0."""
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
-def score(reward, problems, rollout):
-    """The rewards of a rollout, (N,) float32."""
-    texts, name = rollout["texts"], getattr(reward, "__name__", reward)
-    rewards = reward([p for p in problems for _ in range(len(texts) // len(problems))], texts)
+def rewards_of(reward, problems, rollout):
+    """Call the reward function on a rollout: (N,) float32. A group's rows answer one problem."""
+    texts = rollout["texts"]
+    name = getattr(reward, "__name__", reward)
+    group_size = len(texts) // len(problems)
+    problem_of_row = [problem for problem in problems for _ in range(group_size)]
+    try:
+        rewards = reward(problem_of_row, texts)
+    except SystemExit:
+        fail(f"the reward {name} called sys.exit")
     with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
+        if isinstance(rewards, dict):
+            raise TypeError("it returned a dict")
         rewards = torch.tensor([float(r) for r, _ in zip(rewards, texts, strict=True)])
     for r, text in zip(rewards.tolist(), texts):
         if not math.isfinite(r):
             fail(f"the reward {name} returned {r} for the completion {text!r}")
     return rewards.to(rollout["ids"].device)
 
-# ---- Problems ----
-def load_problems(args, tokenizer):
-    """Training and held-out problems: rows of --dataset with "question", "answer" and "prompt" (ids)."""
-    splits = read_splits(args.dataset)
-    train, held_out = splits.get(args.split), splits.get(args.eval_split)
-    if list(splits) == [args.split] and args.eval_split == "test":
-        train, held_out = [], []  # a fifth, the same in every run
-        for row in splits[args.split]:
-            drawn = random.Random(str(row.get(args.question_column))).random()
-            (held_out if drawn < 0.2 else train).append(row)
-    for flag, rows in [("split", train), ("eval_split", held_out)]:
-        if rows is None:
-            fail(f"--{flag} {getattr(args, flag)}: --dataset {args.dataset} has only {', '.join(splits)}")
-    train, held_out = prepare(train, tokenizer, args, "train on"), prepare(held_out, tokenizer, args, "hold out")
-    return train, random.Random(0).sample(held_out, min(args.eval_problems, len(held_out)))
-
-def read_splits(source):
-    """{split: list of rows} of a file, a directory or a hub name."""
-    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
-        import datasets
-        datasets.disable_progress_bars()
-        if source.endswith(".jsonl"):  # datasets does not name the line
-            for n, line in enumerate(open(source, encoding="utf-8-sig"), 1):
-                with or_fail(f"--dataset {source}: line {n}"):
-                    json.loads(line.strip() or "{}")
-        if Path(source).is_file():
-            splits = datasets.load_dataset(formats[Path(source).suffix.lower()], data_files=source)
-        else:
-            source = os.path.abspath(source) if os.path.isdir(source) else source  # plain "csv" is a reader
-            configs = datasets.get_dataset_config_names(source)
-            splits = datasets.load_dataset(source, "main" if "main" in configs else None)
-        return {split: rows.to_list() for split, rows in splits.items()}
-
-def prepare(rows, tokenizer, args, purpose):
-    """Rows -> problems; long prompts and unreadable answers are left out."""
-    columns = [args.question_column] + [args.answer_column] * (not args.reward_model)
-    if rows and not set(columns) <= set(rows[0]):
-        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not {' and '.join(columns)}: see "
-             "--question_column, --answer_column")
-    questions, answers = (["" if row.get(column) is None else str(row[column]) for row in rows]
-                          for column in (args.question_column, args.answer_column))
-    prompts, problems = prompt_ids(questions, args.system_prompt, tokenizer), []
-    for row, question, answer, prompt in zip(rows, questions, answers, prompts):
-        if question and len(prompt) <= args.max_prompt_tokens and (args.reward_model or readable(answer)):
-            problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    lost = f"{len(rows) - len(problems)} of {len(rows)} left out: over --max_prompt_tokens or no readable answer"
-    if not problems:
-        fail(f"--dataset {args.dataset}: no problems to {purpose} ({lost}): see --split, --eval_split; "
-             "of one split a fifth is held out")
-    print(f"{len(problems)} problems to {purpose} ({lost})")
-    return problems
-
-def prompt_ids(questions, system_prompt, tokenizer):
-    """Token ids of each question: by the chat template, or as text and a newline."""
-    if not questions or not tokenizer.chat_template:
-        return [tokenizer(f"{system_prompt}\n{text}\n".lstrip("\n"))["input_ids"] for text in questions]
-    system = [{"role": "system", "content": system_prompt}] * bool(system_prompt)
-    chats = [system + [{"role": "user", "content": question}] for question in questions]
-    try:
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    except Exception:  # mostly no system role: the user says it
-        if not system_prompt:
-            raise
-        return prompt_ids([f"{system_prompt}\n\n{text}" for text in questions], "", tokenizer)
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
-
-def batch_of(problems, step, args):
-    """The P problems of a step, from endless shuffles: a function of --seed and the step."""
-    n, end = len(problems), step * args.prompts
-    places = range(end - args.prompts, end)
-    shuffles = {k: random.Random(f"{args.seed} {k}").sample(problems, n) for k in {i // n for i in places}}
-    return [shuffles[i // n][i % n] for i in places]
-
-def step_signs(rollout, tokenizer):
-    """1 for completion tokens of a true line such as 7+2=9, -1 of a false one, else 0: (N, T)."""
-    operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    step = re.compile(r" *(-?\d{1,9}) ?([-+*]) ?(\d{1,9}) ?= ?(-?\d{1,9})[ .]*")
-    ids, attention, mask = (rollout[name].cpu() for name in ("ids", "attention", "mask"))
-    signs = torch.zeros_like(mask)
-    for i, n in enumerate(mask.sum(1).int()):
-        pieces, line = tokenizer.batch_decode(ids[i, attention[i] == 1][-n:, None]), 0
-        steps = [step.fullmatch(text) for text in "".join(pieces).split("\n")]
-        for t, piece in enumerate(pieces):
-            if steps[line]:
-                a, op, b, c = steps[line].groups()
-                signs[i, t] = 1 if operations[op](int(a), int(b)) == int(c) else -1
-            line += piece.count("\n")
-    return signs.to(rollout["mask"])
-
-# ---- Command line ----
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written, and defaults."""
-
-def parser(script, doc):
-    """argparse with the docstring as --help."""
-    made = argparse.ArgumentParser(
-        Path(script).name, argparse.SUPPRESS, doc, formatter_class=HelpFormatter, allow_abbrev=False)
-    made._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is no flag
-    return made
-
-def fail(message, status=2):
-    """Say in one line what is wrong and exit."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(status)
-
-@contextlib.contextmanager
-def or_fail(message):
-    """Any error inside is one line: libraries raise what they like."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise  # to launch
-    except Exception as error:
-        fail(f"{message}: {type(error).__name__}: {error} {error.__cause__ or ''}")
-
-def add_args(parser):
-    """The flags of every script."""
-    switch = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("model and problems").add_argument
-    add("--model", default=TOY, help="directory or hub name; a toy below a million parameters")
-    add("--dataset", default=TOY, help=".jsonl, .json, .csv or .parquet file, directory or hub name")
-    add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; without splits a fifth is held out")
-    add("--question_column", default="question", help="column with the question")
-    add("--answer_column", default="answer", help="column with the gold answer")
-    add("--system_prompt", help="instruction before every question",
-        default={"toy": "", "real": "Reason step by step, then give the final answer on a last line after ####."})
-    add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
-    add("--reward_model", help="classifier whose logit is the reward; else 1 for right answers")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--max_new_tokens", type=int, metavar="T", default={"toy": 48, "real": 1024}, help="longest completion")
-    add("--temperature", type=float, default=1.0, help="of the softmax, in samples and log-probs alike")
-    add("--cuda_graphs", action=switch, default=True, help="replay a token's kernels as one graph")
-    add = parser.add_argument_group("optimiser and memory").add_argument
-    add("--micro_batch_tokens", type=int, default=16384,
-        help="positions per forward and backward; fewer take less memory, same gradient")
-    add("--warmup_steps", type=int, default=20, help="optimiser steps in which --lr rises")
-    add("--max_grad_norm", type=float, default=1.0, help="larger gradients are scaled down to this")
-    add("--gradient_checkpointing", action=switch, default={"toy": False, "real": True},
-        help="recompute activations: a third more work, far less memory")
-    add("--offload_optimizer", action=switch, default=False, help="masters and moments in host memory")
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    add("--device", choices=devices, default=devices[-1], help="a GPU if there is one")
-    add("--dtype", choices=["float32", "bfloat16"],
-        help="of the weights, else bfloat16 on a GPU; masters and moments are float32")
-    add = parser.add_argument_group("run").add_argument
-    add("--steps", type=int, default={"toy": 20, "real": 200}, help="rollouts in the run")
-    add("--seed", type=int, default=0, help="of the samples and the order of the problems")
-    add("--out", help="output directory; else runs/<script>-<month><day>-<time>")
-    add("--resume", action="store_true", help="continue the run in --out, with its flags")
-    add("--eval_every", type=int, default={"toy": 10, "real": 20}, help="steps between evaluations")
-    add("--eval_problems", type=int, default={"toy": 2560, "real": 512}, help="problems per evaluation")
-    add("--eval_samples", type=int, default=1, help="samples per problem; 2 or more give pass@k")
-    add("--save_every", type=int, default={"toy": 10, "real": 20}, help="steps between checkpoints")
-    add("--tensorboard", action=switch, default=False, help="log to TensorBoard too")
-
-def parse(parser, argv):
-    """Parse and check `argv`. A run to resume brings its own flags."""
-    args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
-    if args.resume:
-        with or_fail(f"--resume: --out {args.out} holds no run to continue"):
-            saved = json.loads(Path(args.out, "args.json").read_text())
-        parser.set_defaults(**saved)
-        args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
-        for name in ("script", "model", "dataset", "reward_model"):
-            if getattr(args, name) != saved[name]:
-                fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            low = 0 if re.match("beta|gamma|lam|vf_coef|warmup|seed", name) else {int: 1, float: 1e-9}[type(value)]
-            high = 1 if name in ("gamma", "lam", "eps_low") else 10**9
-            if not low <= value <= high:
-                fail(f"--{name} {value}: must be between {low} and {high}")
-    if args.minibatches > args.prompts:
-        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
-    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    return args
-
-# ---- Run ----
-def launch(main, args):
-    """Run `main` in --out. What a user can mend is one line, all else a traceback."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape
-    sys.stdout.reconfigure(errors="backslashreplace")  # without UTF-8
-    args.out = args.out or time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S")
-    lock = FileLock(Path(args.out, ".lock"))
-    try:
-        os.makedirs(args.out, exist_ok=True)
-        if not args.resume and set(os.listdir(args.out)) - {".lock"}:
-            fail(f"--out {args.out}: is not empty: go on with --resume or give another")
-        lock.acquire(timeout=0)  # one process at a time; a kill frees it
-    except OSError as error:
-        fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
-    try:
-        main(args)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or --max_new_tokens (sampling), or "
-             "give --offload_optimizer or --beta 0")
-    finally:
-        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # a full disk
-        if os.listdir(args.out) == [".lock"]:
-            shutil.rmtree(args.out)
-        lock.release()
-
-def checkpoints(args):
-    """The checkpoints in --out, oldest first."""
-    found = [p for p in Path(args.out).glob("step-[1-9]*/") if p.name[5:].isdecimal()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
-
-def save_checkpoint(args, step, tokenizer, models, optimizers):
-    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one."""
-    final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    if getattr(args, "ref_every", None) and args.beta > 0:
-        states["reference"] = models["reference"].state_dict()
-    with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
-        for name in optimizers:
-            models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
-        tokenizer.save_pretrained(unfinished)
-        shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
-        torch.save(states, unfinished / "optimizer.pt")
-        unfinished.rename(final)
-    for old in checkpoints(args):
-        if int(old.name[5:]) < step:
-            old.rename(unfinished)  # no kill leaves half of one
-            shutil.rmtree(unfinished)
-
-def load_checkpoint(args, models, optimizers):
-    """Load the newest checkpoint; returns its step, or 0."""
-    if not checkpoints(args):
-        return 0
-    newest = checkpoints(args)[-1]
-    with or_fail(f"--resume: {newest}/optimizer.pt cannot be used"):
-        states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
-        for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(states[name])
-        if "reference" in states and args.beta > 0:
-            models["reference"].load_state_dict(states["reference"])
-    return int(newest.name[5:])
-
-def shown(stats, forms):
-    return "  ".join(form.format(stats[name]) for name, form in forms.items() if name in stats)
-
-class Logger:
-    """Shows a run; writes metrics.jsonl and args.json."""
-    STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}", "entropy": "entropy {:.2f}",
-            "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}", "explained_variance": "critic {:.2f}",
-            "seconds": "{:.1f} s"}
-    HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
-                "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
-    def __init__(self, args, start):
-        self.args, self.start, self.interrupted = args, start, False
-        if args.tensorboard:
-            with or_fail("--tensorboard: pip install tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(args.out, purge_step=start + 1)
-        self.path = Path(args.out, "metrics.jsonl")  # as at the checkpoint
-        self.path.write_bytes(Path(args.out, f"step-{start}", "metrics.jsonl").read_bytes() if start else b"")
-        Path(args.out, "args.tmp").write_text(json.dumps(vars(args), indent=1))
-        Path(args.out, "args.tmp").replace(Path(args.out, "args.json"))  # never half a file
-        self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
-        if start:
-            self.say(f"resumed after step {start}" + ", the last: raise --steps" * (start >= args.steps))
-
-    def steps(self):
-        """The steps, each with its own seed: a resumed run draws the same."""
-        handler = signal.signal(signal.SIGINT, self.interrupt)
-        for step in range(self.start + 1, self.args.steps + 1):
-            torch.manual_seed(self.args.seed * 1_000_003 + step)
-            yield step
-            if self.interrupted:
-                break
-        signal.signal(signal.SIGINT, handler)
-
-    def interrupt(self, *_):
-        """First Ctrl-C: finish the step and save. The next: KeyboardInterrupt."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.interrupted = True
-        print("\nsaving after this step; Ctrl-C again leaves at once", file=sys.stderr)
-
-    def say(self, text, indent=""):
-        """Print above the bar in 99 columns, control characters escaped."""
-        for line in text.split("\n"):
-            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-            self.bar.write(textwrap.indent(textwrap.fill(line, 99 - len(indent)), indent))
-
-    def log(self, step, stats, problem=None, rollout=None):
-        """Log `stats`; now and then show `problem` and the first completion."""
-        if self.args.device != "cpu":
-            stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            torch.cuda.reset_peak_memory_stats()
-        stats = {"step": step} | {name: value for name, value in stats.items() if math.isfinite(value)}
-        with self.path.open("a") as file:
-            file.write(json.dumps(stats) + "\n")
-        if self.args.tensorboard:
-            for name, value in stats.items():
-                self.board.add_scalar(name, value, step)
-        if "reward" in stats:
-            self.say(f"step {step}/{self.args.steps}  {shown(stats, self.STEP)}")
-        if "eval_accuracy" in stats:
-            self.say(f"held out, after {step} steps:  {shown(stats, self.HELD_OUT)}")
-        if rollout and (step == 1 or "eval_accuracy" in stats):
-            text, r, gold = rollout["texts"][0].strip(), rollout["rewards"][0], problem.get("answer")
-            self.say(f"{problem['question']}\n{text}\n(reward {r:g}, answer {extract_answer(gold) or gold})", "    | ")
-        if stats.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or lower --lr")
-        if stats.get("skipped") or stats.get("value_skipped"):
-            self.say("warning: the gradient was not finite, its step is skipped: lower --lr")
-        self.bar.update(step - self.bar.n)
-
-    def close(self):
-        """Print the results and where they are; after Ctrl-C exit with 130."""
-        self.bar.close()
-        for stats in map(json.loads, self.path.open()):
-            if "eval_accuracy" in stats:
-                print(f"held out, after {stats['step']:3} steps  {shown(stats, self.HELD_OUT)}")
-        print(f"model and checkpoint  {checkpoints(self.args)[-1]}")
-        print(f"metrics               {self.path}")
-        if self.interrupted:
-            print(f"interrupted; go on with --out {self.args.out} --resume")
-            sys.exit(130)
-
-# ---- Reward: answers get one spelling, then canonical forms; nothing is evaluated ----
+# ---- Grading ----
+# An answer gets one spelling, then a canonical form, and two are equal if their forms are: nothing
+# is evaluated. It may be a number, fraction, mixed number or percentage, a sum of terms with one
+# number in front of each, a tuple, interval or set of these, an equation x = ..., or a text.
 LONGEST = 600  # characters; longer answers are not read
-SYMBOLS = dict(zip("−×·√π∞±≤≥∈∪", r"- * * \sqrt \pi \infty \pm \le \ge \in \cup".split()))
+SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞": r"\infty",
+           "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
@@ -844,8 +1065,8 @@ TERM = rf"([-+]*(?=.))(?:({NUMBER})(?![0-9.^_!:]))?(.*?)(?:(?<=[^-+])/([1-9][0-9
 DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # full-width: not split again
 
 def extract_answer(text):
-    r"""The last <answer>...</answer> (in it the last box), or the last box, or the last ####; None
-    if there is no mark or it holds nothing: 'so \boxed{\frac{1}{2}}.' -> '\frac{1}{2}'"""
+    r"""Return the last <answer>...</answer> (in it the last box), or the last box, or the last
+    ####; None if there is no mark or it is empty: 'so \boxed{\frac{1}{2}}.' -> '\frac{1}{2}'."""
     text = text.replace("\\boxed {", "\\boxed{") if isinstance(text, str) else ""
     _, tag, text = text.rpartition("<answer>")
     text = text.rpartition("</answer>")[0] if tag else text
@@ -861,40 +1082,402 @@ def extract_answer(text):
     return text if 0 < len(text) <= LONGEST else None
 
 def term(text):
-    """One term of a sum, its number exact and in front: '-6x/4' -> '-3/2 x'"""
-    signs, number, rest, under = re.fullmatch(TERM, text).groups()  # -, 6, x, 4
-    value = sum(map(Fraction, (number or "1").split())) / int(under or 1)
-    value = -value if signs.count("-") % 2 else value
-    return rest if rest and value == 1 else f"{value} {rest}".strip()
+    """Rewrite one term of a sum, its number exact and in front: '-6x/4' -> '-3/2 x'."""
+    signs, number, rest, under = re.fullmatch(TERM, text).groups()  # '-', '6', 'x', '4'
+    value = Fraction(0)
+    for part in (number or "1").split():  # '1 3/8' is 1 + 3/8
+        value += Fraction(part)
+    if under:
+        value /= int(under)
+    if signs.count("-") % 2 == 1:
+        value = -value
+    if rest and value == 1:
+        return rest
+    return f"{value} {rest}".strip()
 
 def canonical(text):
-    """Sums and the lists in {} sorted, from the innermost brackets out: '(x+2,3)' -> '2＋x，3'"""
+    """Sort sums, and lists in {}, from the innermost brackets out: '(x+2,3)' -> '2＋x，3'."""
     text = "{" + text + "}"  # a list without brackets is a set
     while match := GROUP.search(text):
         opening, inside, closing = match.groups()
-        items = ["+".join(sorted(map(term, TERMS.findall(item)))) for item in inside.split(",") if item]
-        inside = ";".join(sorted(items)) if opening == "{" else ",".join(items)
-        text = text.replace(match[0], (opening + inside + closing).translate(DONE))
+        items = []
+        for item in inside.split(","):
+            if item:
+                terms = [term(each) for each in TERMS.findall(item)]
+                items.append("+".join(sorted(terms)))
+        if opening == "{":  # the order does not matter
+            done = opening + ";".join(sorted(items)) + closing
+        else:
+            done = opening + ",".join(items) + closing
+        text = text.replace(match[0], done.translate(DONE))  # GROUP does not find these again
     return text.strip("（）")  # (9) is 9
 
 @lru_cache(4096)
 def forms(text):
-    """(reading, canonical form) pairs: 20% read as 20 or as 1/5, 1,234 as a list or as a number."""
-    text = " ".join((text or "").translate(str.maketrans(SYMBOLS)).split())
+    """Return the canonical forms of an answer, each with the number of its reading: 20% may be
+    20 or 1/5, 1,234 a list or a number. Two answers are equal if they agree in one reading."""
+    text = (text or "").translate(str.maketrans(SYMBOLS))
+    text = " ".join(text.split())
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text)
-    texts = [text, re.sub(THOUSANDS, "", text)]
-    readings = [each.replace("%", sign) for each in texts for sign in ("", "/100")]
-    return {(i, canonical(each)) for i, each in enumerate(readings) if re.search(r"\w", each)}
+    as_list, as_number = text, re.sub(THOUSANDS, "", text)
+    readings = [as_list.replace("%", ""), as_list.replace("%", "/100"),
+                as_number.replace("%", ""), as_number.replace("%", "/100")]
+    return {(i, canonical(reading)) for i, reading in enumerate(readings)
+            if re.search(r"\w", reading)}
 
 def math_reward(completion, answer):
-    r"""1.0 if the completion's marked answer has a form in common with the gold answer, else 0.0. Not read: algebra
-    ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding (0.33 is not 1/3), matrices, 1\pm2,
-    case (Odd is not odd), names (x=5 is y=5), units (5 mm is 5 cm)."""
+    r"""Return 1.0 if the completion's marked answer has a form of the gold answer, else 0.0.
+    Not read: algebra ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding
+    (0.33 is not 1/3), matrices, 1\pm2, case (Odd is not odd), names (x=5 is y=5), units (5 mm is
+    5 cm)."""
     given = extract_answer(completion)
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
 
 def readable(answer):
-    """Whether a gold answer, given back as it stands, is paid."""
+    """Tell whether a gold answer, given back as it stands, is paid."""
     return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer)
+
+# ---- Command line ----
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the docstring as written, and defaults."""
+
+def parser(script, doc):
+    """Make an argparse parser whose --help is the script's docstring."""
+    return argparse.ArgumentParser(
+        prog=Path(script).name, usage=argparse.SUPPRESS, description=doc,
+        formatter_class=HelpFormatter, allow_abbrev=False)
+
+def in_range(kind, low, high):
+    """Make the type of a flag: an int or a float from `low` to `high`, else argparse's error."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {low} to {high}")
+        return value
+    convert.__name__ = kind.__name__  # for argparse: "invalid int value"
+    return convert
+
+def by_size(toy, real):
+    """Make a default that resolve_defaults settles by the model's size."""
+    return {"toy": toy, "real": real}
+
+def by_dtype(float32, float16, bfloat16):
+    """Make a default that resolve_defaults settles by --dtype."""
+    return {"float32": float32, "float16": float16, "bfloat16": bfloat16}
+
+count, count_or_zero = in_range(int, 1, 10 ** 9), in_range(int, 0, 10 ** 9)
+two_or_more = in_range(int, 2, 10 ** 9)  # a group of one has no deviation
+positive, positive_or_zero = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
+share = in_range(float, 0, 1)
+switch = argparse.BooleanOptionalAction  # --name and --no-name
+
+def device(text):
+    """A device on which torch can make a tensor."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError):
+        raise argparse.ArgumentTypeError(f"{text}: torch {torch.__version__} sees no such device")
+    return text
+
+INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
+
+def add_args(parser):
+    """Add the flags that every script has."""
+    add = parser.add_argument_group("model and problems").add_argument
+    add("--model", default=TOY, help="directory or hub name; a toy below a million parameters")
+    add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
+    add("--split", default="train", help="split to train on")
+    add("--eval_split", default="test", help="to evaluate on; of one split a fifth is held out")
+    add("--question_column", default="question", help="column with the question, text or messages")
+    add("--answer_column", default="answer", help="column with the gold answer")
+    add("--system_prompt", default=by_size("", INSTRUCTION), help="said before every question")
+    add("--max_prompt_tokens", type=count, default=512, help="longer prompts are left out")
+    add("--reward_model", help="classifier whose logit is the reward; else 1 for right answers")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max_new_tokens", type=count, default=by_size(48, 1024), help="longest completion")
+    add("--temperature", type=positive, default=1.0, help="in samples and log-probs alike")
+    add("--cuda_graphs", action=switch, default=True, help="replay a token's kernels as one graph")
+    add = parser.add_argument_group("optimiser and memory").add_argument
+    add("--micro_batch_tokens", type=count, default=16384,
+        help="positions per forward and backward; fewer take less memory, same gradient")
+    add("--warmup_steps", type=count_or_zero, default=20, help="optimiser steps of a rising --lr")
+    add("--max_grad_norm", type=positive, default=1.0, help="larger gradients are scaled to this")
+    add("--gradient_checkpointing", action=switch, default=by_size(False, True),
+        help="recompute activations: a third more work, far less memory")
+    add("--offload_optimizer", action=switch, default=False, help="masters and moments on the host")
+    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu",
+        help="any that torch knows; cpu and cuda are tested")
+    add("--dtype", choices=["float32", "bfloat16", "float16"],
+        help="of weights and activations, else bfloat16 on a GPU; masters are float32")
+    add = parser.add_argument_group("run").add_argument
+    add("--steps", type=count, default=by_size(20, 200), help="rollouts in the run")
+    add("--seed", type=count_or_zero, default=0, help="of the samples and of the problems' order")
+    add("--out", help="output directory; else runs/<script>-<month><day>-<time>")
+    add("--resume", action="store_true", help="continue the run in --out, with its flags")
+    add("--eval_every", type=count, default=by_size(10, 20), help="steps between evaluations")
+    add("--eval_problems", type=count, default=by_size(2560, 512), help="problems per evaluation")
+    add("--eval_samples", type=count, default=1, help="samples per problem; 2 or more give pass@k")
+    add("--save_every", type=count, default=by_size(10, 20), help="steps between checkpoints")
+    add("--tensorboard", action=switch, default=False, help="log to TensorBoard too")
+
+def parse(parser, argv):
+    """Parse `argv`. A run to resume brings its own flags; those given again replace them."""
+    args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
+    if args.resume:
+        with or_fail(f"--resume: --out {args.out} holds no run to continue"):
+            saved = json.loads(Path(args.out, "args.json").read_text())
+            fixed = {name: saved[name] for name in ("script", "model", "dataset", "reward_model")}
+        parser.set_defaults(**saved)
+        args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
+        for name, value in fixed.items():
+            if getattr(args, name) != value:
+                fail(f"--resume: the run in {args.out} has {name} {value}")
+    for name in ("kl", "ref_every"):  # flags of grpo.py and gspo.py
+        if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
+            print(f"warning: --{name} does nothing with --beta 0")
+    if args.minibatches > args.prompts:
+        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
+    if args.eval_split == args.split:
+        print("warning: --eval_split is --split: what is trained on is not held out")
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    return args
+
+def fail(message, status=2):
+    """Say in one line what is wrong and exit."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(status)
+
+@contextlib.contextmanager
+def or_fail(message):
+    """Turn any error inside into one line: libraries raise what they like, at any length."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # launch has a line for it
+    except Exception as error:
+        reason = f"{error} {error.__cause__ or ''}"
+        fail(f"{message}: {type(error).__name__}: {textwrap.shorten(reason, 400)}")
+
+# ---- Run ----
+WIDTH = 99  # columns of what is printed
+
+def launch(main, args):
+    """Run `main` in --out. What a user can mend is one line, all else a traceback."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every shape; each batch has one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
+    # Line by line also into a file; a terminal without UTF-8 gets escapes.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    lock, made = claim(args)
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    except torch.OutOfMemoryError:
+        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or "
+             "--max_new_tokens (sampling), or give --offload_optimizer or --beta 0")
+    finally:
+        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # of a full disk
+        if made and os.listdir(args.out) == [".lock"]:
+            shutil.rmtree(args.out)  # nothing came of it
+        lock.release()
+
+def claim(args):
+    """Make --out and lock it for this process; returns the lock and whether --out is new.
+    A killed process leaves no lock."""
+    try:
+        if args.out is None:
+            args.out = new_directory(time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S"))
+            made = True
+        else:
+            made = not os.path.exists(args.out)
+            os.makedirs(args.out, exist_ok=True)
+        others = set(os.listdir(args.out)) - {".lock"}
+        if others and not args.resume:
+            fail(f"--out {args.out}: is not empty: go on with --resume or give another")
+        lock = FileLock(Path(args.out, ".lock"))
+        lock.acquire(timeout=0)
+    except OSError as error:
+        fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
+    return lock, made
+
+def new_directory(name):
+    """Make a directory of that name, or name-2, ...: two runs may start in the same second."""
+    for n in itertools.count(1):
+        path = name if n == 1 else f"{name}-{n}"
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(path)
+            return path
+
+def checkpoints(args):
+    """List the checkpoints in --out, oldest first. A directory such as step-best is the user's."""
+    found = [path for path in Path(args.out).glob("step-[1-9]*/") if path.name[5:].isdecimal()]
+    return sorted(found, key=step_of)
+
+def step_of(checkpoint):
+    """Read the step from a checkpoint's name: step-20 -> 20."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+def save_checkpoint(args, step, tokenizer, models, optimizers):
+    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one.
+    There are no random states to save: each is a function of --seed and the step."""
+    final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    if getattr(args, "ref_every", None) and args.beta > 0:  # else the reference is --model
+        states["reference"] = models["reference"].state_dict()
+    with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
+        for name in optimizers:
+            models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
+        tokenizer.save_pretrained(unfinished)
+        shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
+        torch.save(states, unfinished / "optimizer.pt")
+        os.sync()  # on the disk before the old one goes, as power may fail
+        unfinished.rename(final)
+    for old in checkpoints(args):
+        if step_of(old) < step:
+            old.rename(unfinished)  # a kill while files go leaves no half of a checkpoint
+            shutil.rmtree(unfinished)
+
+def load_checkpoint(args, models, optimizers):
+    """Load the newest checkpoint in --out and return its step; 0 if there is none.
+    A run without --resume begins in an empty directory: launch has seen to that."""
+    if not checkpoints(args):
+        return 0
+    newest = checkpoints(args)[-1]
+    with or_fail(f"--resume: {newest}/metrics.jsonl cannot be used"):
+        for line in Path(newest, "metrics.jsonl").read_text().splitlines():
+            json.loads(line)["step"]
+    with or_fail(f"--resume: {newest}/optimizer.pt cannot be used"):
+        damaged = zipfile.ZipFile(newest / "optimizer.pt").testzip()  # it has checksums
+        if damaged:
+            raise ValueError(f"{damaged} in it is damaged")
+        states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(states[name])
+        if "reference" in states and args.beta > 0:
+            models["reference"].load_state_dict(states["reference"])
+    return step_of(newest)
+
+def steps(args, start, stop):
+    """Yield the steps after `start`, each with its own seed, until the last or a signal to stop.
+    A resumed run draws the same; no two seeds share a step's draws within a million steps."""
+    for step in range(start + 1, args.steps + 1):
+        torch.manual_seed(args.seed * 1_000_003 + step)
+        yield step
+        if stop.leaving:
+            break
+
+class StopSignal:
+    """Ctrl-C or SIGTERM: the first lets the step finish and be saved, the next ends it at once."""
+    def __init__(self):
+        self.status = 0  # what the process will return: 130 after Ctrl-C, 143 after SIGTERM
+        self.leaving = False
+        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number, frame):
+        """Note the signal; Python calls this between two instructions."""
+        self.status = 128 + number
+        self.reset()
+        print("\nsaving after this step; Ctrl-C again leaves at once", file=sys.stderr)
+
+    def requested(self):
+        """Tell whether this step is the last: asked once a step, just before it may be saved."""
+        self.leaving = self.status != 0
+        return self.leaving
+
+    def reset(self):
+        """Let signals do what they do by default."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+class Logger:
+    """What a run leaves and shows: metrics.jsonl, args.json, TensorBoard, a bar and lines."""
+    STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
+            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}",
+            "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
+    HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
+                "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
+
+    def __init__(self, args, start):
+        """Begin after step `start`, with the metrics of its checkpoint."""
+        self.args = args
+        if args.tensorboard:
+            with or_fail("--tensorboard: pip install tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(args.out, purge_step=start + 1)
+        self.path = Path(args.out, "metrics.jsonl")
+        if start:
+            shutil.copy(Path(args.out, f"step-{start}", "metrics.jsonl"), self.path)
+        else:
+            self.path.write_text("")
+        unfinished = Path(args.out, "args.tmp")
+        unfinished.write_text(json.dumps(vars(args), indent=1))
+        unfinished.replace(Path(args.out, "args.json"))  # never half a file
+        self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
+        if start >= args.steps:
+            self.say(f"resumed after step {start}, the last: raise --steps")
+        elif start:
+            self.say(f"resumed after step {start}")
+        else:
+            self.say("evaluating before the first step")
+
+    def log(self, step, stats, problem=None, rollout=None):
+        """Log the numbers of a step; now and then show `problem` and the first completion."""
+        if self.args.device.startswith("cuda"):
+            stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            torch.cuda.reset_peak_memory_stats()
+        finite = {name: value for name, value in stats.items() if math.isfinite(value)}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step} | finite) + "\n")
+        if self.args.tensorboard:
+            for name, value in finite.items():
+                self.board.add_scalar(name, value, step)
+        self.show(step, finite)
+        if rollout and (step == 1 or "eval_accuracy" in finite):
+            text, reward = rollout["texts"][0].strip(), rollout["rewards"][0]
+            answer = extract_answer(problem["answer"]) or problem["answer"]
+            text = f"{problem['question']}\n{text}\n(reward {reward:g}, answer {answer})"
+            self.say(text, indent="    | ")
+        self.bar.update(step - self.bar.n)
+
+    def show(self, step, stats):
+        """Print a line for the step, one for an evaluation, and warnings."""
+        if "reward" in stats:
+            self.say(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
+        if "eval_accuracy" in stats:
+            self.say(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
+        if stats.get("truncated", 0) > 0.5:
+            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
+                     "lower --lr")
+        if stats.get("skipped") or stats.get("value_skipped"):
+            cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
+            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
+
+    def say(self, text, indent=""):
+        """Print above the bar, control characters escaped."""
+        for line in text.split("\n"):
+            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+            self.bar.write(textwrap.indent(textwrap.fill(line, WIDTH - len(indent)), indent))
+
+    def close(self, stop):
+        """Print the results and where they are; after a signal exit with its status."""
+        stop.reset()
+        self.bar.close()
+        for stats in map(json.loads, self.path.open()):
+            if "eval_accuracy" in stats:
+                print(f"held out, after {stats['step']:3} steps  "
+                      f"{format_stats(stats, self.HELD_OUT)}")
+        print(f"model and checkpoint  {checkpoints(self.args)[-1]}")
+        print(f"metrics               {self.path}")
+        if stop.leaving:
+            print(f"interrupted; go on with --out {self.args.out} --resume")
+            sys.exit(stop.status)
+
+def format_stats(stats, formats):
+    """Write those statistics that have a format, in the order of the formats."""
+    return "  ".join(form.format(stats[name]) for name, form in formats.items() if name in stats)

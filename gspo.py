@@ -2,7 +2,7 @@
 
 pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J (equations have the same numbers in all three scripts)
+maximise J
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
     s_i   = (pi(o_i | q) / pi_old(o_i | q))^(1/|o_i|) = exp(mean_t log w_it)                   (2)
@@ -18,12 +18,13 @@ you name one, as the reward is 1 for a right answer and 0 for a wrong one; with 
 reference model.
 
 The reward belongs to a whole completion, and so do the ratio and its clip: all tokens of o_i
-count, or none. w_it is GRPO's ratio of a token. The paper has no KL: here beta is 0. Its
-GSPO-token (--token_level, eq. 13) has s_it = sg[s_i] w_it / sg[w_it], where sg stops the gradient:
-s_it equals s_i, but tokens may have advantages of their own.
+count, or none. The paper has no KL: here beta is 0. GSPO-token (--token_level, eq. 13) has s_it =
+sg[s_i] w_it / sg[w_it], sg stops the gradient, so that tokens may have advantages of their own,
+here A_it = gamma^(|o_i| - t) A_i. The clip range is the paper's in float32; in 16 bits rounding
+alone moves s_i further than that (--eps_low, and ratio_noise in the log).
 
     python gspo.py                                                               a laptop
-    python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k     one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, T completion positions.
 """
@@ -38,31 +39,30 @@ def parse_args(argv=None):
     """The flags that change the equations; common.add_args has those that every script shares."""
     parser = common.parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=int, default=32, metavar="P", help="prompts per step; more make a steadier gradient")
-    add("--group_size", type=int, default=8, metavar="G", help="completions per prompt (1); usually 8 to 64")
-    add("--eps_low", type=float, default=3e-4, help="clip range below 1 (3); usually about 3e-4")
-    add("--eps_high", type=float, default=4e-4, help="clip range above 1 (3); usually about 4e-4")
-    add("--beta", type=float, default=0.0,
-        help="weight of the KL (3); 0.04 in DeepSeekMath, now mostly 0 to 0.001; 0 saves a model and a forward pass")
+    add("--prompts", type=common.count, default=32, help="P: more make a steadier gradient")
+    add("--group_size", type=common.two_or_more, default=8, help="G of (1); usually 8 to 64")
+    add("--eps_low", type=common.share, default=common.by_dtype(3e-4, 1e-3, 1e-2),
+        help="clip range below 1 (3); usually .1 to .3 for tokens, 3e-4 to .01 for sequences")
+    add("--eps_high", type=common.positive, default=common.by_dtype(4e-4, 1e-3, 1e-2),
+        help="clip range above 1 (3); as wide or wider")
+    add("--beta", type=common.positive_or_zero, default=0.0,
+        help="weight of the KL (4); usually 0 to 0.1; 0 saves a model")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=int, metavar="M", help="iterative: every M steps the policy becomes the reference")
-    add("--token_level", action="store_true",
-        help="GSPO-token: true steps (lines such as 7+2=9) are not punished, false ones not rewarded")
-    add("--lr", type=float, default={"toy": 5e-4, "real": 1e-6}, help="learning rate of AdamW")
-    add("--epochs", type=int, default=1, metavar="MU", help="passes over a rollout; usually 1 to 4")
-    add("--minibatches", type=int, default=4, metavar="N",
-        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
+    add("--ref_every", type=common.count, help="steps after which the policy is the reference anew")
+    add("--token_level", action="store_true", help="GSPO-token: a token has its own advantage")
+    add("--gamma", type=common.share, default=1.0, help="of --token_level: 1 is GSPO, or .99 to 1")
+    add("--lr", type=common.positive, default=common.by_size(5e-4, 1e-6), help="of AdamW")
+    add("--epochs", type=common.count, default=1, help="passes over a rollout; usually 1 to 4")
+    add("--minibatches", type=common.count, default=4,
+        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv)
-    if args.group_size == 1:
-        common.fail("--group_size 1: a group of one has no deviation; give 2 or more")
-    return args
+    return common.parse(parser, argv)
 
 def group_advantages(rewards, group_size):
     """Equation (1). Rewards (N,), groups side by side -> advantages (N,).
 
-    The paper does not say which deviation (this is the sample's, n - 1) and has no 1e-4. A group of equal
-    rewards gets exactly 0, as its deviation may be rounding noise.
+    The paper does not say which deviation (this is the sample's, n - 1) and has no 1e-4. A group
+    of equal rewards gets exactly 0, as its deviation may be rounding noise.
     """
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
@@ -73,19 +73,20 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     """Equations (2) to (4), negated: the SUM over rows of row means, so that micro-batches add
     up to the same gradient; the caller divides by the rows of the whole optimiser step.
 
-    adv is (N, T) or (N, 1), all else (N, T). Returns the loss, a float32 scalar, and statistics.
+    adv is (N, T) or (N, 1), all else (N, T). Log-ratios end at 20: e^20 is still finite. Returns
+    the loss, a float32 scalar, and statistics, pairs (sum, count) or a maximum: see common.means.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    mean_log_ratio = log_ratio.sum(1, keepdim=True) / lengths  # not the sum, which grows with the length
-    ratio = mean_log_ratio.clamp(max=20).exp()  # e^20 is still finite     # (N, 1)            (2)
+    # The mean, not the sum, which grows with the length.
+    ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if args.token_level:
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
     # takes the term without a clip, so that a step that went too far can be taken back.
-    objective = torch.min(ratio * adv, clipped * adv)                      # (N, 1 or T)       (3)
+    objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
     if args.beta > 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl = log_x.exp() - log_x - 1                                       # (N, T)            (4)
@@ -93,70 +94,75 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
             kl = kl * log_ratio.clamp(max=20).exp()
         objective = objective - args.beta * kl
     loss = -(objective * mask / lengths).sum()
-    is_clipped = (clipped * adv < ratio * adv) * mask                      # (N, T)
+    is_clipped = (clipped * adv < ratio * adv) * mask  # the min took the clipped term
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward and score them: all that stays constant while
+    """Sample G completions of each problem, reward them, and compute what stays constant while
     the rollout is trained on. Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
                               args.temperature, args.cuda_graphs)
-    rollout["rewards"] = common.score(reward, problems, rollout)           # 2. reward: (N,)
-    rollout["old_logp"] = common.over_rollout(common.token_logprobs, policy, rollout, args)  # 3. log-probs
+    rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
+    rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)  # 3. log-probs: (N, T)
     if reference is not None:
-        rollout["ref_logp"] = common.over_rollout(common.token_logprobs, reference, rollout, args)
+        rollout["ref_logp"] = common.rollout_logprobs(reference, rollout, args)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 4. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
-    if args.token_level:  # which advantages tokens have is left open by the paper: this rule is ours
-        signs = common.step_signs(rollout, tokenizer)                      # (N, T) of true and false steps
-        rollout["adv"] = torch.where(signs * adv[:, None] < 0, 0.0, adv[:, None])
+    if args.token_level:  # A_it = gamma^(|o_i| - t) A_i
+        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) tokens behind
+        rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     return rollout, common.rollout_stats(rollout, args.group_size)
 
-def update(policy, optimizer, rollout, args):
+def update(policy, optimizers, rollout, args):
     """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
-    logged, began = [], time.perf_counter()
+    logged, start = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
-                loss, stats = policy_loss(logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
-                (loss / rows).backward()
+                loss, stats = policy_loss(
+                    logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
+                optimizers["policy"].backward(loss / rows)
                 logged.append(stats | common.padding(b))
-            logged.append(optimizer.step())
+            logged.append(optimizers["policy"].step())
     tokens = args.epochs * rollout["attention"].sum().item()
-    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - began)}
+    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - start)}
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.settle(args, policy)  # defaults that depend on the model
-    problems, held_out = common.load_problems(args, tokenizer)
-    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
+    common.resolve_and_check(args, policy)  # args is final from here on
     reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
+    problems, held_out = common.load_problems(args, tokenizer, reward)
+    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     models = {"policy": policy, "reference": reference}
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
-    log = common.Logger(args, common.load_checkpoint(args, models, optimizers))
-    if log.start == 0:
-        log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
-    for step in log.steps():
-        began = time.perf_counter()
+    start = common.load_checkpoint(args, models, optimizers)  # 0 unless --resume
+    logger = common.Logger(args, start)
+    if start == 0:
+        logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
+    stop = common.StopSignal()
+    for step in common.steps(args, start, stop):  # each has a seed of its own
+        step_start = time.perf_counter()
         if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, optimizers["policy"], rollout, args)       # pi leaves pi_old
-        stats["seconds"] = time.perf_counter() - began
+        if step == 1:
+            stats |= common.ratio_noise(policy, rollout, args, clipped="sequence")
+        stats |= update(policy, optimizers, rollout, args)                 # pi leaves pi_old
+        stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        log.log(step, stats, batch[0], rollout)
-        if step % args.save_every == 0 or step == args.steps or log.interrupted:
+        logger.log(step, stats, batch[0], rollout)
+        if stop.requested() or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
-    log.close()
+    logger.close(stop)
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

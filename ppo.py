@@ -2,7 +2,7 @@
 
 pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J (equations have the same numbers in all three scripts)
+maximise J
 
     A_it  = sum_l (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
             delta_it = r_it + gamma V_{i,t+1} - V_it,  V after the last token = 0              (1)
@@ -19,11 +19,10 @@ The critic gives every token an advantage of its own: GRPO does without. (5), wh
 and settings are those of Huang et al. 2024, The N+ Implementation Details of RLHF with PPO.
 
     python ppo.py                                                                a laptop
-    python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, T completion positions.
 """
-import argparse
 import copy
 import time
 
@@ -35,47 +34,50 @@ def parse_args(argv=None):
     """The flags that change the equations; common.add_args has those that every script shares."""
     parser = common.parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=int, default=256, metavar="P", help="prompts per step; more make a steadier gradient")
-    add("--group_size", type=int, default=1, metavar="G", help="completions per prompt; PPO needs no group")
-    add("--eps_low", type=float, default=0.2, help="clip range below 1 (3); usually 0.1 to 0.3")
-    add("--eps_high", type=float, default=0.2, help="clip range above 1 (3); usually 0.2 to 0.3")
-    add("--beta", type=float, default=0.05, help="weight of the KL (4); usually 0 to 0.1; 0 saves a model")
-    add("--gamma", type=float, default=1.0, help="discount of later rewards (1); 1 suits completions, which end")
-    add("--lam", type=float, default=0.95, help="lambda (1): 0 trusts the critic (bias), 1 the rewards (noise)")
-    add("--whiten", action=argparse.BooleanOptionalAction, default=True,
-        help="shift and scale the advantages of a rollout to mean 0 and deviation 1")
-    add("--eps_value", type=float, default=0.2, help="how far V may move on one rollout (5); usually 0.2")
-    add("--vf_coef", type=float, default=0.1, help="weight of (5); Adam is blind to it unless gradients are clipped")
-    add("--lr", type=float, default={"toy": 2e-4, "real": 3e-6}, help="learning rate of AdamW")
-    add("--value_lr", type=float, default={"toy": 1e-2, "real": 3e-6}, help="of the critic; --lr or higher")
-    add("--epochs", type=int, default=4, metavar="MU", help="passes over a rollout; usually 1 to 4")
-    add("--minibatches", type=int, default=4, metavar="N",
-        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1 and nothing is clipped")
+    add("--prompts", type=common.count, default=256, help="P: more make a steadier gradient")
+    add("--group_size", type=common.count, default=1, help="G; PPO needs no group")
+    add("--eps_low", type=common.share, default=0.2,
+        help="clip range below 1 (3); usually .1 to .3 for tokens, 3e-4 to .01 for sequences")
+    add("--eps_high", type=common.positive, default=0.2,
+        help="clip range above 1 (3); as wide or wider")
+    add("--beta", type=common.positive_or_zero, default=0.05,
+        help="weight of the KL (4); usually 0 to 0.1; 0 saves a model")
+    add("--gamma", type=common.share, default=1.0, help="discount (1); 1 where texts end")
+    add("--lam", type=common.share, default=0.95, help="(1): 0 trusts the critic, 1 rewards")
+    add("--whiten", action=common.switch, default=True, help="A to mean 0 and deviation 1")
+    add("--eps_value", type=common.positive, default=0.2, help="how far V may move (5)")
+    add("--vf_coef", type=common.positive_or_zero, default=0.1, help="weight of (5)")
+    add("--lr", type=common.positive, default=common.by_size(2e-4, 3e-6), help="of AdamW")
+    add("--value_lr", type=common.positive, default=common.by_size(1e-2, 3e-6), help="of critic")
+    add("--epochs", type=common.count, default=4, help="passes over a rollout; usually 1 to 4")
+    add("--minibatches", type=common.count, default=4,
+        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
     return common.parse(parser, argv)
 
-def token_rewards(score, old_logp, ref_logp, mask, beta):
-    """Equation (4). Scores (N,), log-probs (N, T) of the sampler and the reference (None: no penalty) -> (N, T).
+def token_rewards(reward, old_logp, ref_logp, mask, beta):
+    """Equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
 
-    The score is paid at the last completion token: EOS, or where the completion was cut. The penalty is a
-    constant of the rollout: k1 in the reward has the gradient of KL(pi || pi_ref); in the loss it has none.
+    The reward is paid at the last token, EOS or where the completion was cut. The penalty is a
+    constant: k1 in the reward has the gradient of KL(pi || pi_ref); in the loss it has none.
     """
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
     last = mask.sum(1).long() - 1                                          # (N,)
-    rewards[torch.arange(len(mask), device=mask.device), last] += score
+    rewards[torch.arange(len(mask), device=mask.device), last] += reward
     return rewards
 
 def gae(rewards, values, mask, gamma, lam):
-    """Equation (1). Rewards, values and mask (N, T) -> advantages and returns (N, T), 0 outside the mask."""
+    """Equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T), 0 outside mask."""
     values = values * mask  # V after the last token is 0: nothing is bootstrapped beyond the end
     advantages = torch.zeros_like(values)
     running, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
         running = (delta + gamma * lam * running) * mask[:, t]             # (N,)              (1)
-        advantages[:, t], next_value = running, values[:, t]
+        advantages[:, t] = running
+        next_value = values[:, t]
     return advantages, advantages + values
 
 def whiten(x, mask):
@@ -88,18 +90,19 @@ def policy_loss(logp, old_logp, adv, mask, args):
     """Equations (2) and (3), negated: the SUM over rows of row means, so that micro-batches add
     up to the same gradient; the caller divides by the rows of the whole optimiser step.
 
-    adv is (N, T) or (N, 1), all else (N, T). Returns the loss, a float32 scalar, and statistics.
+    adv is (N, T) or (N, 1), all else (N, T). Log-ratios end at 20: e^20 is still finite. Returns
+    the loss, a float32 scalar, and statistics, pairs (sum, count) or a maximum: see common.means.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    ratio = log_ratio.clamp(max=20).exp()  # e^20 is still finite          # (N, T)            (2)
+    ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
     # takes the term without a clip, so that a step that went too far can be taken back.
-    objective = torch.min(ratio * adv, clipped * adv)                      # (N, T)            (3)
+    objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
     loss = -(objective * mask / lengths).sum()
-    is_clipped = (clipped * adv < ratio * adv) * mask                      # (N, T)
+    is_clipped = (clipped * adv < ratio * adv) * mask  # the min took the clipped term
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -114,72 +117,77 @@ def value_loss(values, old_values, returns, mask, args):
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward and score them: all that stays constant while
+    """Sample G completions of each problem, reward them, and compute what stays constant while
     the rollout is trained on. Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
                               args.temperature, args.cuda_graphs)
-    rollout["rewards"] = common.score(reward, problems, rollout)           # 2. reward: (N,)
-    rollout["old_logp"] = common.over_rollout(common.token_logprobs, policy, rollout, args)  # 3. log-probs
+    rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
+    rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)  # 3. log-probs: (N, T)
     if reference is not None:
-        rollout["ref_logp"] = common.over_rollout(common.token_logprobs, reference, rollout, args)
-    rollout["values"], mask = common.over_rollout(common.token_values, value, rollout, args), rollout["mask"]
-    rewards = token_rewards(rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
-    rollout["adv"], rollout["returns"] = gae(rewards, rollout["values"], mask, args.gamma, args.lam)
+        rollout["ref_logp"] = common.rollout_logprobs(reference, rollout, args)
+    rollout["values"] = common.rollout_values(value, rollout, args)
+    mask = rollout["mask"]
+    rewards = token_rewards(
+        rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
+    rollout["adv"], rollout["returns"] = gae(
+        rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    # How much V foresees of the rewards to go, which are GAE's returns at V = 0 and lambda = 1.
-    _, reward_to_go = gae(rewards, torch.zeros_like(mask), mask, args.gamma, 1.0)
-    reward_to_go, values = reward_to_go[mask > 0], rollout["values"][mask > 0]  # (M,) both
-    if reward_to_go.var() > 1e-8:  # more than rounding
-        stats["explained_variance"] = (1 - (reward_to_go - values).var() / reward_to_go.var()).item()
+    _, to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)  # V = 0: the rewards to come
+    stats |= common.explained_variance(to_go, rollout["values"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
     """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
-    logged, began = [], time.perf_counter()
+    logged, start = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
-                (loss / rows).backward()
+                optimizers["policy"].backward(loss / rows)
                 values = common.token_values(value, b)                     # (n, t) with gradient
-                error, value_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
-                (args.vf_coef * error / rows).backward()
-                logged.append(stats | value_stats | common.padding(b))
+                v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
+                optimizers["value"].backward(args.vf_coef * v_loss / rows)
+                logged.append(stats | v_stats | common.padding(b))
             logged.append(optimizers["policy"].step() | optimizers["value"].step("value_"))
     tokens = args.epochs * rollout["attention"].sum().item()
-    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - began)}
+    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - start)}
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.settle(args, policy, trained_models=2)  # defaults that depend on the model
-    problems, held_out = common.load_problems(args, tokenizer)
+    common.resolve_and_check(args, policy, trained_models=2)  # args is final from here on
+    reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
+    problems, held_out = common.load_problems(args, tokenizer, reward)
     value = common.load_value(policy)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
-    reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
     models = {"policy": policy, "value": value, "reference": reference}
+    # eps as in Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
-    log = common.Logger(args, common.load_checkpoint(args, models, optimizers))
-    if log.start == 0:
-        log.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
-    for step in log.steps():
-        began = time.perf_counter()
+    start = common.load_checkpoint(args, models, optimizers)  # 0 unless --resume
+    logger = common.Logger(args, start)
+    if start == 0:
+        logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
+    stop = common.StopSignal()
+    for step in common.steps(args, start, stop):  # each has a seed of its own
+        step_start = time.perf_counter()
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, value, reference, tokenizer, batch, reward, args)
+        if step == 1:
+            stats |= common.ratio_noise(policy, rollout, args, clipped="token")
         stats |= update(policy, value, optimizers, rollout, args)          # pi leaves pi_old
-        stats["seconds"] = time.perf_counter() - began
+        stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        log.log(step, stats, batch[0], rollout)
-        if step % args.save_every == 0 or step == args.steps or log.interrupted:
+        logger.log(step, stats, batch[0], rollout)
+        if stop.requested() or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
-    log.close()
+    logger.close(stop)
 
 if __name__ == "__main__":
     common.launch(main, parse_args())
