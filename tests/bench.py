@@ -76,8 +76,8 @@ class Bench:
         self.reference = copy.deepcopy(self.model) if self.args.beta > 0 else None
         disk = unittest.mock.Mock(return_value=unittest.mock.Mock(free=math.inf))  # nothing is saved
         with contextlib.redirect_stdout(None), unittest.mock.patch("shutil.disk_usage", disk):
-            common.settle(self.args, self.model)
-        self.optimizer = common.Optimizer(self.model, 1e-9, self.args)
+            common.resolve_and_check(self.args, self.model)
+        self.optimizers = {"policy": common.Optimizer(self.model, 1e-9, self.args)}
         words = tokenizers.models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t1")
         words = tokenizers.Tokenizer(words)
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -137,23 +137,14 @@ def rates(bench):
     bench.report("copy bandwidth", bench.bandwidth / 1e9, "GB/s")
     bench.report("matrix products", bench.rate / 1e12, "TFLOP/s")
 
-def plain_generate(model, tokenizer, prompts, group_size, max_new_tokens, temperature=1.0, cuda_graphs=True):
-    """common.generate by transformers' generate, for prompts of one length."""
-    settings = transformers.GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=STOP, eos_token_id=STOP,
-        max_new_tokens=max_new_tokens)
-    began, ids = time.perf_counter(), torch.tensor(prompts, device=model.device).repeat_interleave(group_size, 0)
-    S, model = ids.shape[1], model.eval()
-    with torch.no_grad():
-        ids = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    model.train()
-    stopped = ids[:, S:] == STOP  # (N, T)
-    mask = stopped.cumsum(1) - stopped.long() == 0  # up to the first stop token
-    attention = torch.cat([torch.ones_like(ids[:, :S]), mask.long()], 1)
-    return {"ids": ids, "attention": attention, "mask": mask.float(), "finished": stopped.any(1),
-            "row": torch.arange(len(ids), device=ids.device),
-            "texts": tokenizer.batch_decode(ids[:, S:], skip_special_tokens=True),
-            "seconds": time.perf_counter() - began}
+GENERATE = common.generate
+
+def plain_generate(model, *given):
+    """common.generate by transformers' generate, as for the models that need it."""
+    model.sampled_by_transformers = True
+    rollout = GENERATE(model, *given)
+    model.sampled_by_transformers = False
+    return rollout
 
 def plain_micro_batches(batch, tokens):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
@@ -197,7 +188,7 @@ def update(bench):
     batch = common.generate(bench.model, bench.tokenizer, bench.prompts, G, T)
     adv = torch.tensor([1.0, -1.0], device=batch["ids"].device).repeat(P * G // 2)[:, None]
     batch |= {"adv": adv, "old_logp": batch["mask"] * -5, "ref_logp": batch["mask"] * -5}
-    ours = lambda: grpo.update(bench.model, bench.optimizer, batch, bench.args)  # noqa: E731
+    ours = lambda: grpo.update(bench.model, bench.optimizers, batch, bench.args)  # noqa: E731
     took, ratio, stats, peaks = bench.race(ours, plainly(ours))
     tokens = batch["attention"].sum().item()
     floor = 6 * (bench.body * tokens + bench.head * batch["mask"].sum().item()) / bench.rate
@@ -213,7 +204,7 @@ def step(bench, P=None):
     began = time.perf_counter()
     batch, _ = grpo.collect(bench.model, bench.reference, bench.tokenizer, problems, reward, bench.args)
     collected = time.perf_counter()
-    grpo.update(bench.model, bench.optimizer, batch, bench.args)
+    grpo.update(bench.model, bench.optimizers, batch, bench.args)
     sampling, seconds = batch["seconds"], time.perf_counter() - collected
     return {"sampling": sampling, "log-probs": collected - began - sampling, "update": seconds}
 

@@ -31,11 +31,13 @@ def family(request):
     return request.param
 
 def settings(script, **changes):
-    """The script's own defaults, sized as for the toy, but for `changes`."""
+    """The script's own defaults, sized as for the toy and in float32, but for `changes`."""
     args = script.parse_args(["--device", "cpu"])
     assert vars(args).keys() >= changes.keys()
     for name, value in (vars(args) | changes).items():
-        setattr(args, name, value["toy"] if isinstance(value, dict) else value)
+        if isinstance(value, dict):  # a default by size or by dtype
+            value = value["toy"] if "toy" in value else value["float32"]
+        setattr(args, name, value)
     return args
 
 def tensor64(numbers):
@@ -57,6 +59,9 @@ class Recorder:
     """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
     def __init__(self, model):
         self.model, self.gradients = model, []
+
+    def backward(self, loss):
+        loss.backward()
 
     def step(self, prefix=""):
         self.gradients.append(flat_gradient(self.model))
@@ -154,23 +159,23 @@ def refused(capsys, *words, status=2):
 def train(script, flags, out="run"):
     """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
     common.launch(script.main, script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
-    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 # Whole runs of the scripts in a directory of their own: test_cli.py, test_data.py, test_resume.py
 
-TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_new_tokens 4 --minibatches 1 "
-        "--lr 0.01 --warmup_steps 0 --eval_problems 2 --eval_samples 1")
+TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_new_tokens 4 "
+        "--minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2 --eval_samples 1")
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-WITH_BOS = ("{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}")
+WITH_BOS = ("{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}"
+            "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
 LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold the end-of-sequence token
          "bos": {"chat": WITH_BOS, "bos": True, "pad": "<eos>"},  # tokenizer and template both add a BOS
          "plain": {"pad": None, "bos": True},  # a base model without a padding token
          "bare": {}}
 
 def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 def sums(count, start=0):
     """Problems of questions of different lengths."""
@@ -200,6 +205,7 @@ def here(world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 def by_text(problems, completions):
     """A reward that is a function of the text alone, from 0 to 1."""

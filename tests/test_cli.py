@@ -1,4 +1,5 @@
 """The command line: flags, bad input, models, what every option does, what a run prints and logs."""
+import collections
 import contextlib
 import itertools
 import json
@@ -6,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -18,8 +20,8 @@ import common
 import gspo
 import grpo
 import ppo
-from conftest import (LOOKS, TINY, char_tokenizer, newest, refused, same, save_judge, save_tiny, spy, sums,
-                      train, write_jsonl)
+from conftest import (LOOKS, TINY, char_tokenizer, newest, refused, same, save_judge, save_tiny, settings,
+                      spy, sums, tiny_model, tiny_tokenizer, train, write_jsonl)
 
 pytestmark = pytest.mark.usefixtures("here")
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -33,9 +35,9 @@ def weights(out="run"):
 COUNTS = ("prompts group_size steps epochs minibatches max_new_tokens max_prompt_tokens micro_batch_tokens "
           "eval_every eval_problems eval_samples save_every").split()
 BAD_FLAGS = dict.fromkeys(COUNTS, "0 -1 1.5 x") | {
-    "temperature": "0 nan x", "lr": "0 -1 nan", "max_grad_norm": "0 -1", "eps_high": "0 nan",
-    "eps_low": "0 1.5 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5", "seed": f"-1 {10 ** 30}",
-    "dtype": "float16", "device": "bogus", "nope": "3", "step": "3"}  # --step is not --steps
+    "temperature": "0 nan inf x", "lr": "0 -1 nan", "max_grad_norm": "0 -1", "eps_high": "0 nan",
+    "eps_low": "-0.1 1.5 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5", "seed": f"-1 {10 ** 30}",
+    "dtype": "float64", "device": "bogus", "nope": "3", "step": "3"}  # --step is not --steps
 OWN_FLAGS = {ppo: {"gamma": "-1 1.1 nan", "lam": "1.1", "vf_coef": "-1", "eps_value": "0", "value_lr": "0"},
              grpo: {"group_size": "1", "kl": "k1", "ref_every": "0 x", "gamma": "1"},
              gspo: {"group_size": "1", "kl": "k1", "ref_every": "0", "lam": "1"}}
@@ -49,10 +51,60 @@ def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
     with refused(capsys, "--minibatches", "--prompts"):
         script.parse_args("--prompts 2 --minibatches 3".split())
     script.parse_args("--warmup_steps 0 --beta 0 --eps_low 1 --eps_high 5 --lr 1e-9".split())
+    script.parse_args("--warmup_steps 9 --beta 9 --eps_low 0 --eps_high 0.01 --dtype float16".split())
     assert not Path("runs").exists()
 
+@every_script
+def test_a_device_that_torch_does_not_see_is_refused_as_that(script, capsys):
+    """It was "invalid choice: 'cuda' (choose from 'cpu')", which sounds as if no GPU could ever be used."""
+    unseen = ["cuda:99"] + ["cuda"] * (not torch.cuda.is_available())
+    for name in unseen:
+        with refused(capsys, "--device", name, "torch", "no such device"):
+            script.parse_args(["--device", name])
+    assert script.parse_args(["--device", "cpu:0"]).device == "cpu:0"
+
+def test_a_forks_flag_has_any_default_and_any_range(capsys):
+    """A list of all names once held ranges: --entropy_coef with default 0.0 then "must be between 1e-09 and
+    1000000000". A fork's negative number, text or list is its own business."""
+    def parse(line):
+        parser = common.parser("fork.py", "A fork.")
+        parser.add_argument("--entropy_coef", type=float, default=0.0)
+        parser.add_argument("--targets", type=float, nargs=2, default=[-1.0, 1e12])
+        common.add_args(parser)
+        for name, default in {"prompts": 4, "minibatches": 1, "beta": 0.0}.items():
+            parser.add_argument(f"--{name}", type=float, default=default)
+        return common.parse(parser, line.split())
+    assert (parse("").entropy_coef, parse("").targets) == (0.0, [-1.0, 1e12])
+    assert parse("--entropy_coef -0.5 --targets -3 0").entropy_coef == -0.5
+    with refused(capsys, "fork.py", "--entropy_coef"):
+        parse("--entropy_coef much")
+
+CONTRADICTIONS = {  # script and flags: what the one warning names; None for no warning
+    (grpo, "--beta 0 --ref_every 2"): "--ref_every --beta",
+    (gspo, "--beta 0 --kl wk3"): "--kl --beta",
+    (gspo, "--eps_low 0.1"): "--eps_low",
+    (gspo, "--eps_high 0.2"): "--eps_high",
+    (ppo, "--split train --eval_split train"): "--eval_split --split",
+    (grpo, "--beta 0.1 --ref_every 2 --kl wk3 --eps_low 0.2"): None,
+    (gspo, "--eps_low 0.09 --eps_high 0.09 --beta 0"): None,
+    (ppo, "--beta 0 --eps_high 0.3"): None}
+
+@pytest.mark.parametrize("script, flags", CONTRADICTIONS)
+def test_flags_that_contradict_each_other_are_warned_about_once(script, flags, capsys):
+    """They ran in silence: a reference that is never used, a clip that never acts, training on the exam."""
+    Path("both").mkdir()
+    [write_jsonl(f"both/{split}.jsonl", sums(9)) for split in ("train", "test")]
+    train(script, f"{TINY} --dataset both --max_new_tokens 2 {flags}")
+    said = capsys.readouterr()
+    warnings = [line for line in (said.out + said.err).splitlines()
+                if line.startswith("warning") and "cut off" not in line]  # random weights hardly ever stop
+    words = CONTRADICTIONS[script, flags]
+    assert len(warnings) == (words is not None), warnings
+    assert words is None or all(word in warnings[0] for word in words.split()), warnings
+
 def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    held = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(held | changes), encoding="utf-8")
 
 def reweigh(change):
     """Change the weights of an MLP in a model directory: `change` gives a new tensor, or None."""
@@ -112,28 +164,45 @@ def test_names_that_are_nothing_bad_reward_models_and_a_taken_out_are_refused(ca
     for out in ("file", "file/below", "taken", "x" * 300):
         with refused(capsys, "--out", out):
             train(grpo, "--model gone", out=out)
-    assert Path("file").read_text() == "mine" and [path.name for path in Path("taken").iterdir()] == ["my notes"]
+    assert Path("file").read_text() == "mine"
+    assert [path.name for path in Path("taken").iterdir()] == ["my notes"]
 
 def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_room(capsys):
     """GPT-2's learned positions end at 128 here: going beyond is an index error, on a GPU a dead context."""
     save_tiny("gpt", "gpt2", char_tokenizer())
-    for tokens, word in ((128, "--max_new_tokens"), (127, "--max_prompt_tokens")):
-        with refused(capsys, word):
+    for tokens in (128, 127):  # room for no token of a prompt, and for one
+        with refused(capsys, "--max_new_tokens"):
             train(grpo, f"{TINY} --model gpt --max_new_tokens {tokens}")
-    train(grpo, f"{TINY} --model gpt --max_new_tokens 107")  # leaves 21 for the prompt
+    train(grpo, f"{TINY} --model gpt --max_new_tokens 107")
+    held = json.loads(Path("run/args.json").read_text(encoding="utf-8"))
+    assert held["max_prompt_tokens"] == 128 - 107
+
+def checkpoint_bytes(models):
+    """14 bytes per parameter: its weight in 16 bits, its master and two moments."""
+    return 14 * models * transformers.AutoModelForCausalLM.from_pretrained("model").num_parameters()
 
 @pytest.mark.parametrize("script, models", [(grpo, 1), (ppo, 2)])
-def test_a_disk_without_room_for_two_checkpoints_gets_one_and_for_none_is_refused(script, models, monkeypatch, capsys):
-    """14 bytes per parameter: its weight in bfloat16, its master and two moments."""
-    saves = spy(monkeypatch, common, "save_checkpoint")
-    size = 14 * models * transformers.AutoModelForCausalLM.from_pretrained("model").num_parameters()
-    for free, steps in ((size - 1, []), (size, [2]), (2 * size - 1, [2]), (2 * size, [1, 2])):
+def test_a_disk_without_room_for_the_checkpoints_is_refused(script, models, monkeypatch, capsys):
+    """A new one is written beside the old. --save_every was once changed in silence, to the end of the run:
+    a kill then lost hours. Now the user chooses it."""
+    saves, size = spy(monkeypatch, common, "save_checkpoint"), checkpoint_bytes(models)
+    flags = f"{TINY} --steps 2"
+    cases = {(size - 1, 1): "checkpoint", (size - 1, 2): "checkpoint", (2 * size - 1, 1): "--save_every 2",
+             (size, 2): None, (2 * size, 1): None}
+    for (free, every), words in cases.items():
         monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
         saves.clear()
-        with contextlib.nullcontext() if steps else refused(capsys, "--out", "checkpoint", "disk"):
-            train(script, f"{TINY} --save_every 1 --steps 2", out=f"run{free}")
-        assert [save.step for save in saves] == steps
-        assert ("saving at the end" in capsys.readouterr().out) == (len(steps) == 1)
+        with refused(capsys, "--out", "disk", words) if words else contextlib.nullcontext():
+            train(script, f"{flags} --save_every {every}", out=f"run{free}-{every}")
+        assert [save.step for save in saves] == ([] if words else [1, 2] if every == 1 else [2])
+
+def test_a_resumed_run_with_one_checkpoint_on_a_small_disk_goes_on_as_asked(monkeypatch):
+    """What is free is then less by the checkpoint that is there."""
+    saves, size = spy(monkeypatch, common, "save_checkpoint"), checkpoint_bytes(1)
+    train(grpo, f"{TINY} --save_every 1")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=size))
+    train(grpo, "--resume --steps 3")
+    assert [save.step for save in saves] == [1, 2, 3]
 
 def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, capsys):
     """Of 100 million parameters 18 bytes are held for each, with a reference 20; offloaded 6 and 8."""
@@ -143,9 +212,10 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, c
         monkeypatch.setattr(policy, "num_parameters", lambda: 10 ** 8)
         args.device = "cuda"
         for memory in (gb * 1.01e9, gb * 0.99e9):
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, memory))
-            with contextlib.nullcontext() if memory > gb * 1e9 else refused(capsys, "GPU", "--offload_optimizer"):
-                common.settle(args, policy)
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, memory))
+            fits = memory > gb * 1e9
+            with contextlib.nullcontext() if fits else refused(capsys, "GPU", "--offload_optimizer"):
+                common.resolve_and_check(args, policy)
 
 def test_memory_that_runs_out_is_one_line_and_a_mistake_in_the_code_shows_its_traceback(monkeypatch, capsys):
     error = torch.OutOfMemoryError("CUDA out of memory")
@@ -169,9 +239,9 @@ def test_every_family_trains_and_the_checkpoint_holds_what_was_trained(script, f
     save_tiny("tiny", family, char_tokenizer(**LOOKS[look]), tie_word_embeddings=look != "bos")
     before = transformers.AutoModelForCausalLM.from_pretrained("tiny").state_dict()
     calls = spy(monkeypatch, script, "update")
-    row = train(script, f"{TINY} --model tiny --system_prompt Brief.")[-1]
+    train(script, f"{TINY} --model tiny --system_prompt Brief.")
     trained, saved = calls[0].policy.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(newest())
-    assert same(dict(trained), dict(saved.state_dict())) and row["grad_norm"] > 0
+    assert same(dict(trained), dict(saved.state_dict()))
     assert sum(not torch.equal(trained[name], before[name]) for name in before) > len(before) / 2
     assert (saved.get_input_embeddings().weight is saved.get_output_embeddings().weight) == (look != "bos")
     first, last = (transformers.AutoTokenizer.from_pretrained(path) for path in ("tiny", newest()))
@@ -180,17 +250,37 @@ def test_every_family_trains_and_the_checkpoint_holds_what_was_trained(script, f
 
 @every_script
 def test_a_real_model_never_gets_the_toys_defaults_and_given_flags_win(script, monkeypatch):
-    monkeypatch.setattr(common, "check_model", lambda *args: None)  # slow on 1,500 tokens
+    """A default that is a dict has a value by size, or by --dtype (gspo's clip range)."""
+    monkeypatch.setattr(common, "check_model", lambda *args: 1e9)  # slow on 1,500 tokens
     save_tiny("large", "qwen3", char_tokenizer(), hidden_size=192, intermediate_size=512, num_hidden_layers=3,
               max_position_embeddings=2048)
     for model, real in (("model", False), ("large", True)):
-        args = script.parse_args(f"--model {model} --out .".split())
-        given = script.parse_args(f"--model {model} --out . --lr 0.003".split())
+        args = script.parse_args(f"--model {model} --out . --device cpu".split())
+        given = script.parse_args(f"--model {model} --out . --device cpu --lr 0.003 --eps_low .07".split())
         for each in (args, given):
-            common.settle(each, common.load_policy(each)[0])
-        assert not any(isinstance(value, dict) for value in vars(args).values()) and given.lr == 0.003
+            common.resolve_and_check(each, common.load_policy(each)[0])
+        assert not any(isinstance(value, dict) for value in vars(args).values())
+        assert (given.lr, given.eps_low) == (0.003, 0.07)
         assert (args.lr <= 3e-6) == (args.max_new_tokens > 256) == bool(args.system_prompt) == real
         assert script is not ppo or (args.value_lr < 1e-4) == real
+
+def test_the_defaults_are_those_of_the_papers_and_of_the_readmes_numbers():
+    for script, given in ((grpo, {"beta": 0.04, "eps_low": 0.2, "eps_high": 0.2, "lr": 5e-4, "epochs": 1}),
+                          (gspo, {"beta": 0.0, "eps_low": 3e-4, "eps_high": 4e-4, "lr": 5e-4, "gamma": 1.0}),
+                          (ppo, {"beta": 0.05, "eps_low": 0.2, "eps_high": 0.2, "eps_value": 0.2, "lr": 2e-4,
+                                 "gamma": 1.0, "lam": 0.95, "vf_coef": 0.1, "epochs": 4, "whiten": True})):
+        args = vars(settings(script))
+        assert {name: args[name] for name in given} == given
+        assert (args["temperature"], args["seed"], args["steps"], args["minibatches"]) == (1.0, 0, 20, 4)
+
+def test_the_toy_gives_the_same_sums_on_any_number_of_cores():
+    """With two threads a sum is another; the README's numbers are to come out on every machine."""
+    torch.set_num_threads(2)
+    try:
+        train(grpo, TINY)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
 
 # ---- Every flag does what it says ----------------------------------------------------------------
 
@@ -207,17 +297,30 @@ def test_temperature_reaches_the_sampling_and_seed_reaches_the_samples(script, s
     assert len(set(cold)) == 1 < len(set(warm)) and warm == again and not set(warm) & set(other)
     assert warm != calls[3].result[0]["texts"], "every step draws anew"
 
+def test_no_two_steps_of_any_seeds_share_their_noise(spread, monkeypatch):
+    """With seed + step, seeds 0 to 4 would share 19 of 20 streams: their spread would be that of one run."""
+    real, seeds = grpo.collect, []
+
+    def collect(*args):
+        seeds.append(torch.initial_seed())
+        return real(*args)
+    monkeypatch.setattr(grpo, "collect", collect)
+    for seed in range(3):
+        train(grpo, f"{TINY} --steps 3 --max_new_tokens 1 --seed {seed}", out=f"run{seed}")
+    assert len(set(seeds)) == len(seeds) == 9
+
 CHANGES = {ppo: ["--gamma 0.9", "--lam 0.5", "--vf_coef 9", "--eps_value 1e-4", "--value_lr 0.1", "--whiten"],
-           grpo: ["--kl wk3", "--ref_every 1"], gspo: ["--kl wk3", "--ref_every 1", "--token_level"]}
+           grpo: ["--kl wk3", "--ref_every 1"],
+           gspo: ["--kl wk3", "--ref_every 1", "--token_level --gamma 0.5"]}
+NOTHING = "--cuda_graphs --dtype float32 --no-tensorboard --no-offload_optimizer --device cpu:0"
 
 @every_script
-def test_every_flag_of_the_objective_changes_what_is_learned(script, spread, monkeypatch):
-    monkeypatch.setattr(common, "step_signs", lambda rollout, tokenizer: rollout["mask"] * 2 - 1)
+def test_every_flag_of_the_objective_changes_what_is_learned(script, spread):
     base = f"{TINY} --steps 2 --prompts 4 --minibatches 2 --epochs 2 --beta 0.1 --eval_problems 1 "
     base += "--eps_low .1 --eps_high .1 " + ("--no-whiten" if script is ppo else "--kl k3")
     shared = ["--temperature 0.5", "--eps_low 0.001", "--eps_high 0.001", "--max_grad_norm 1e-3", "--beta 1"]
     learned = {}
-    for flags in ["", "--cuda_graphs --dtype float32 --no-tensorboard --no-offload_optimizer", *shared, *CHANGES[script]]:
+    for flags in ["", NOTHING, *shared, *CHANGES[script]]:
         train(script, f"{base} {flags}")
         learned[flags] = [load_file(path) for path in sorted(newest().rglob("*.safetensors"))]
         shutil.rmtree("run")
@@ -289,6 +392,14 @@ def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(
         assert state["param_groups"][0]["lr"] == pytest.approx(lr)
         assert {int(held["step"]) for held in state["state"].values()} == {taken}
 
+def test_the_last_rows_of_a_large_rollout_go_on_to_max_new_tokens(monkeypatch):
+    """Of 100 rows all but one are done at once. To stop when few go on would cut the longest completions."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    monkeypatch.setattr(common, "draw", lambda logits, _: torch.tensor([1] * (len(logits) - 1) + [5]))
+    rollout = common.generate(model, tokenizer, [[7, 8]] * 100, max_new_tokens=23)
+    assert rollout["mask"].sum(1).tolist() == [1] * 99 + [23]
+    assert rollout["finished"].tolist() == [True] * 99 + [False]
+
 @every_script
 def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, monkeypatch):
     """Evaluated before, every 2 steps and after; checkpoints of step 3 (which 5 replaces) and the last."""
@@ -299,6 +410,76 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
     assert {key for key in rows[0] if key.startswith("eval")} == always | {"eval_pass@2", "eval_pass@4"}
     assert newest().name == "step-5" and train(script, TINY, out="one")[0].keys() == always | {"step"}
+
+@every_script
+def test_an_evaluation_is_of_the_policy_after_the_step_it_is_logged_with(script, spread, monkeypatch):
+    """Resumed and whole runs would agree on "after 20 steps" for what is after 19."""
+    states = {"update": [], "evaluate": []}
+
+    def note(module, name):
+        real = getattr(module, name)
+
+        def noted(policy, *rest):
+            result = real(policy, *rest)
+            states[name].append({key: weight.clone() for key, weight in policy.state_dict().items()})
+            return result
+        monkeypatch.setattr(module, name, noted)
+    note(script, "update")
+    note(common, "evaluate")
+    train(script, f"{TINY} --steps 2 --eval_every 1")
+    assert len(states["evaluate"]) == 3 and same(states["evaluate"][1:], states["update"])
+    assert not same(*states["evaluate"][:2])
+
+@every_script
+def test_gradient_checkpointing_computes_every_layer_twice_of_critic_and_policy(script, spread, monkeypatch):
+    """The weights come out alike either way, so that it might be off, as PPO's critic's once was."""
+    layer, runs = transformers.models.qwen3.modeling_qwen3.Qwen3MLP, {}
+    real_forward, real_update = layer.forward, script.update
+    for flag in ("--no-gradient_checkpointing", "--gradient_checkpointing"):
+        seen = runs[flag] = collections.Counter()
+
+        def forward(self, x):
+            seen[id(self)] += 1
+            return real_forward(self, x)
+
+        def update(*args):
+            with monkeypatch.context() as patch:
+                patch.setattr(layer, "forward", forward)
+                return real_update(*args)
+        monkeypatch.setattr(script, "update", update)
+        train(script, f"{TINY} {flag} --epochs 1", out=f"run{flag}")
+    once, twice = (sorted(seen.values()) for seen in runs.values())
+    assert len(once) == (2 if script is ppo else 1) and twice == [2 * count for count in once]
+
+def test_offload_optimizer_holds_masters_and_moments_in_host_memory():
+    """Not on the model's device, for which "meta", which holds nothing, stands in."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    model = types.SimpleNamespace(device=torch.device("meta"), named_parameters=lambda: [("w", weight)])
+    for offload, device in ((False, "meta"), (True, "cpu")):
+        optimizer = common.Optimizer(model, 0.1, settings(grpo, offload_optimizer=offload))
+        assert optimizer.masters["w"].device.type == device
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    moments = optimizer.adamw.state[optimizer.masters["w"]].values()
+    assert {moment.device.type for moment in moments} == {"cpu"}
+    assert (weight < 1).all()
+
+@every_script
+def test_no_cuda_graphs_records_none(script, spread, monkeypatch):
+    """The message of a model that cannot be recorded recommends it. Tensors say they are on a GPU here."""
+    class Recorded:
+        def __init__(self, step):
+            self.step = step
+            made.append(self)
+
+        def run(self, shape):
+            self.step()
+    monkeypatch.setattr(common, "Graph", Recorded)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    for flag, recorded in (("--cuda_graphs", True), ("--no-cuda_graphs", False)):
+        made = []
+        train(script, f"{TINY} {flag}", out=f"run{flag}")
+        assert bool(made) == recorded
 
 # ---- What a run logs and prints ------------------------------------------------------------------
 
@@ -313,7 +494,9 @@ def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatc
     calls = spy(monkeypatch, script, "collect")
     flags = f"{TINY} --beta 0.1 --prompts 5 --group_size 3 --minibatches 2 --max_new_tokens 12 --eval_every 9"
     _, row, last = train(script, f"{flags} --steps 2")
-    assert set(row) == (KEYS | PPO_KEYS if script is ppo else KEYS) and "eval_accuracy" in last
+    keys = KEYS | PPO_KEYS if script is ppo else KEYS
+    assert set(row) == keys | {"ratio_noise", "sequence_ratio_noise"}, "rounding is measured once"
+    assert {key for key in last if not key.startswith("eval")} == keys and "eval_accuracy" in last
     rollout, mask = calls[0].result[0], calls[0].result[0]["mask"]
     assert row["reward"] == pytest.approx(rollout["rewards"].mean().item()) and 0 <= row["padding"] < 0.5
     assert row["completion_length"] == pytest.approx(mask.sum(1).mean().item())
@@ -327,35 +510,131 @@ def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatc
                  for position in range(end - int(mask[i].sum()), end)]
     assert row["entropy"] == pytest.approx(torch.stack(surprises).mean().item(), rel=1e-4)
 
-def test_tensorboard_gets_the_same_numbers(spread):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    rows = train(grpo, f"{TINY} --tensorboard --steps 2")
-    events = EventAccumulator("run").Reload().Scalars("reward")
-    assert [event.step for event in events] == [1, 2]
-    assert [event.value for event in events] == pytest.approx([row["reward"] for row in rows[1:]])
+class Board:
+    """Stands in for torch.utils.tensorboard.SummaryWriter, whose package need not be installed."""
+    def __init__(self, folder, purge_step):
+        self.purge_step, self.points = purge_step, {}
+        boards.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.points[name, step] = value
+
+boards = []
+
+def test_tensorboard_gets_the_same_numbers_at_the_same_steps(spread, monkeypatch, capsys):
+    with monkeypatch.context() as patch, refused(capsys, "--tensorboard", "pip install tensorboard"):
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)  # not installed
+        train(grpo, f"{TINY} --tensorboard", out="without")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
+    boards.clear()
+    train(grpo, f"{TINY} --tensorboard --steps 1")
+    rows = train(grpo, "--resume --steps 2")
+    assert [board.purge_step for board in boards] == [1, 2], "rows after the checkpoint go"
+    written = boards[0].points | boards[1].points
+    logged = {(name, row["step"]): value for row in rows for name, value in row.items() if name != "step"}
+    assert written == logged
 
 @every_script
-def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, spread, monkeypatch, capsys):
-    question = f"é\nWhat\x1b[31m is {'long ' * 40}"
-    write_jsonl("wide.jsonl", [{"question": f"{question}{i}", "answer": "1"} for i in range(40)])
-    calls = spy(monkeypatch, script, "collect")
+def test_grad_clipped_is_about_max_grad_norm(script, spread):
+    for norm, clipped in ((1e-9, 1.0), (1e9, 0.0)):
+        row = train(script, f"{TINY} --max_grad_norm {norm}", out=f"run{norm}")[-1]
+        assert row["grad_clipped"] == row.get("value_grad_clipped", clipped) == clipped
+
+@every_script
+def test_seconds_are_those_of_sampling_and_training_not_of_the_evaluation(script, spread, monkeypatch):
+    """By a clock that goes 100 s while a rollout is collected, 200 in an update, 1,000 in an evaluation."""
+    clock = [0.0]
+
+    def now():
+        clock[0] += 1e-6
+        return clock[0]
+    monkeypatch.setattr(time, "perf_counter", now)
+
+    def costs(module, name, seconds):
+        real = getattr(module, name)
+
+        def slow(*args):
+            clock[0] += seconds
+            return real(*args)
+        monkeypatch.setattr(module, name, slow)
+    costs(script, "collect", 100)
+    costs(script, "update", 200)
+    costs(common, "evaluate", 1000)
+    rows = train(script, f"{TINY} --steps 2 --eval_every 1")
+    assert [row["seconds"] for row in rows[1:]] == pytest.approx([300, 300], abs=1)
+
+@every_script
+def test_a_stat_that_is_no_pair_is_named(script, spread, monkeypatch):
+    """A fork that logged a tensor's mean once got its maximum over micro-batches, in silence."""
+    real = script.policy_loss
+
+    def policy_loss(*args):
+        loss, stats = real(*args)
+        return loss, stats | {"gap_max": torch.tensor(len(stats)), "my_stat": logged}
+    monkeypatch.setattr(script, "policy_loss", policy_loss)
+    for out, logged in (("float", 0.5), ("tensor", torch.tensor([0.5, 1.5]).mean())):
+        with pytest.raises(TypeError, match="my_stat.*sum, count.*_max"):
+            train(script, TINY, out=out)
+    logged = torch.tensor(3.0), torch.tensor(2)
+    row = train(script, TINY)[-1]
+    assert (row["my_stat"], row["gap_max"]) == (1.5, 3)
+
+# ---- What is printed
+
+def printed(capsys, script, flags):
+    """What a run prints, to a terminal that knows ASCII alone."""
     sys.stdout.reconfigure(encoding="ascii", errors="strict")
-    rows = train(script, f"{TINY} --dataset wide.jsonl --steps 2 --eval_every 1 --eval_samples 1 --beta 0.1")
+    train(script, flags)
     said = capsys.readouterr().out
     sys.stdout.reconfigure(encoding="utf-8")
-    assert max(map(len, said.splitlines())) <= 99
+    return said
+
+@every_script
+def test_no_line_is_wider_than_99_columns_and_ascii_terminals_survive(script, spread, capsys):
+    question = f"é\nWhat\x1b[31m is {'long ' * 40}"
+    write_jsonl("wide.jsonl", [{"question": f"{question}{i}", "answer": "1"} for i in range(40)])
+    said = printed(capsys, script, f"{TINY} --dataset wide.jsonl")
+    assert not [line for line in said.splitlines() if len(line) > 99]
     assert "\x1b" not in said and r"\x1b[31m" in said and r"\xe9" in said
-    words = " ".join(said.split())
-    for value in ("--lr=0.01", "--group_size=2", "--temperature=1.0", "--dtype=float32", "M parameters"):
-        assert value in words, "the values in force are printed"
-    groups = ("--prompts", "--model", "--max_new_tokens", "--micro_batch_tokens", "--steps")
-    assert all(f"\n{first}=" in said for first in groups), "a line begins with each group of --help"
-    assert len(re.findall(r"^step [12]/2 +reward", said, re.M)) == 2 and "held out, after 2 steps" in said
-    assert f"(reward {calls[0].result[0]['rewards'][0].item():g}, answer 1)" in said
+
+def test_the_values_in_force_are_printed_first(spread, capsys):
+    said = printed(capsys, ppo, f"{TINY} --beta 0.1")
+    words = said[:said.index("held out")].split()
+    for value in ("--lr=0.01", "--group_size=2", "--temperature=1.0", "--dtype=float32", "parameters"):
+        assert value in words, value
+
+@every_script
+def test_the_completion_that_is_shown_stands_under_its_own_problem(script, spread, monkeypatch, capsys):
+    """The first row of the rollout: its question is read from its ids."""
+    calls, tokenizer = spy(monkeypatch, script, "collect"), char_tokenizer()
+    said = printed(capsys, script, f"{TINY} --prompts 5 --group_size 2 --steps 2 --eval_every 1")
+    shown = ["\n".join(line[6:] for line in block.splitlines())
+             for block in re.findall(r"(?:^    \| ?.*\n)+", said, re.M)]
+    assert len(shown) == 2
+    for text, call in zip(shown, calls):
+        rollout = call.result[0]
+        prompt = int(rollout["attention"][0].sum() - rollout["mask"][0].sum())
+        question = tokenizer.decode(rollout["ids"][0, :prompt]).strip()
+        number = int(re.search("[0-9]+", question)[0])
+        assert text.startswith(question + "\n") and rollout["texts"][0].split("\n")[0].strip() in text
+        assert text.endswith(f"(reward {rollout['rewards'][0].item():g}, answer {2 * number})")
+
+@every_script
+def test_a_line_for_every_step_and_at_the_end_the_evaluations_and_where_the_model_is(script, spread, capsys):
+    said = printed(capsys, script, f"{TINY} --steps 2 --eval_every 1")
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").open(encoding="utf-8")]
+    for row in rows[1:]:
+        assert re.search(rf"^step {row['step']}/2 +reward {row['reward']:.3f} ", said, re.M)
     close = said[said.rindex("held out, after   0 steps"):]
-    assert all(word in close for word in (str(newest()), "run/metrics.jsonl", "after   2 steps"))
-    assert all(f"greedy {row['eval_accuracy']:.3f}" in close for row in (rows[0], rows[-1]))
+    for row in rows:
+        assert re.search(rf"after +{row['step']} steps +greedy {row['eval_accuracy']:.3f} ", close)
+    assert str(newest()) in close and "run/metrics.jsonl" in close
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_run_needs_no_terminal(closed, spread, monkeypatch):
+    """`>&-` closes it: Python then has None in its place, which was a traceback."""
+    monkeypatch.setattr(sys, closed, None)
+    assert len(train(grpo, f"{TINY} --steps 2")) == 3
 
 def test_out_defaults_to_runs_the_scripts_name_and_the_time(spread):
     args = gspo.parse_args(shlex.split(TINY))
@@ -388,17 +667,20 @@ def test_a_step_that_is_not_finite_is_skipped_whole_and_warned_about(script, spr
     state = torch.load(newest() / "optimizer.pt")["policy"]["adamw"]["state"]
     assert {int(held["step"]) for held in state.values()} == {3}
 
+def test_a_critics_step_that_is_not_finite_is_warned_about_too(spread, monkeypatch, capsys):
+    real = ppo.value_loss
+    monkeypatch.setattr(ppo, "value_loss", lambda *args: (real(*args)[0] * float("nan"), {}))
+    row = train(ppo, TINY)[-1]
+    assert (row["skipped"], row["value_skipped"]) == (0, 1)
+    assert capsys.readouterr().out.count("warning: the gradient was not finite") == 1
+
 @every_script
-def test_help_shows_the_docstring_and_a_meaning_for_every_flag_and_every_choice_is_run_here(script, capsys):
+def test_help_shows_the_docstring_and_a_meaning_for_every_flag(script, capsys):
     with pytest.raises(SystemExit) as left:
         script.parse_args(["--help"])
     text = capsys.readouterr().out
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert left.value.code == 0 and script.__doc__.strip() in text and "%(" not in text
     for line in re.findall(r"^  (--.*)$", text, re.M):
-        flags = re.findall(r"--[\w-]+", line.split("  ")[0])
-        meaning = rf"^  {flags[0]}\b[^\n]*(  +\S+ \S+|\n {{10,}}\S+ \S+)"
+        flag = re.match(r"--[\w-]+", line)[0]
+        meaning = rf"^  {flag}\b[^\n]*(  +\S+ \S+|\n {{10,}}\S+ \S+)"
         assert re.search(meaning, text, re.M), f"{line} is not explained"
-        choices = ",".join(re.findall(r"\{(.*)\}", line))
-        for word in [*flags, *filter(None, choices.split(","))]:
-            assert re.search(rf"(?<![\w-]){word}(?![\w-])", tests), f"{word} is never run"

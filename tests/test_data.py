@@ -1,6 +1,7 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import datasets
@@ -22,8 +23,8 @@ def load(flags=""):
     """The training and the held-out problems of a command."""
     def main(args):
         policy, tokenizer = common.load_policy(args)
-        common.settle(args, policy)
-        loaded.extend(common.load_problems(args, tokenizer))
+        common.resolve_and_check(args, policy)
+        loaded.extend(common.load_problems(args, tokenizer, common.load_reward(args)))
     loaded = []
     common.launch(main, grpo.parse_args(shlex.split(f"{TINY} --device cpu --out loading {flags}")))
     return loaded
@@ -70,10 +71,54 @@ def test_a_byte_order_mark_and_blank_lines_are_read_over():
         train_set, held_out = load(f"--dataset {name} --eval_problems 20")
         assert sorted(questions(train_set + held_out), key=int) == [str(i) for i in range(20)]
 
+def test_brackets_and_stars_in_a_path_are_characters(capsys):
+    """The datasets library takes them for a pattern: the file was not found, or another one was. A directory
+    may be refused, but another is never read in its place."""
+    for name in ("a[1].jsonl", "b*.jsonl", "c?{x,y}.jsonl"):
+        write_jsonl(name, sums(30))
+        matched = name.translate(str.maketrans("[]*?{},", "1111111"))
+        write_jsonl(matched, sums(30, start=100))
+        write_jsonl("a1.jsonl", sums(30, start=200))
+        train_set, held_out = load(f"--dataset '{name}' --eval_problems 30")
+        assert sorted(questions(train_set + held_out)) == sorted(questions(sums(30))), name
+    for name in ("set[1]", "set*", "what?"):
+        for each, start in ((name, 0), ("set1", 50), ("set2", 50), ("what1", 50)):
+            Path(each).mkdir(exist_ok=True)
+            write_jsonl(f"{each}/train.jsonl", sums(12, start))
+            write_jsonl(f"{each}/test.jsonl", sums(6, start + 20))
+        capsys.readouterr()
+        try:
+            train_set, held_out = load(f"--dataset '{name}' --eval_problems 30")
+        except SystemExit:
+            assert f"--dataset {name}" in capsys.readouterr().err
+        else:
+            assert questions(train_set) == questions(sums(12)), name
+            assert sorted(questions(held_out)) == sorted(questions(sums(6, 20))), name
+
+def test_of_several_configurations_main_is_read():
+    """openai/gsm8k, of the README's second command, has main and socratic: none is the default."""
+    Path("several").mkdir()
+    configs = ""
+    for name, start in (("hard", 100), ("main", 0), ("socratic", 200)):
+        write_jsonl(f"several/{name}.jsonl", sums(20, start))
+        configs += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
+    Path("several/README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    train_set, held_out = load("--dataset several --eval_problems 20")
+    assert sorted(questions(train_set + held_out)) == sorted(questions(sums(20)))
+
+def test_a_file_without_an_ending_is_no_reader_of_the_datasets_library(capsys):
+    """`--dataset csv`, where there is none, took every file below the working directory for a table."""
+    Path("below").mkdir()
+    write("below/a.csv", sums(30))
+    write("b.csv", sums(30))
+    for name in ("csv", "json", "parquet", "text"):
+        with refused(capsys, f"--dataset {name}", "no such file"):
+            load(f"--dataset {name}")
+
 GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
 BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
-    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl line 17"),
-    "a torn line": ("--dataset bad.jsonl", GOOD * 60 + GOOD[:20], "bad.jsonl line 61"),
+    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl"),
+    "a torn line": ("--dataset bad.jsonl", GOOD * 60 + GOOD[:20], "bad.jsonl"),
     "not UTF-8": ("--dataset bad.jsonl", GOOD.encode() * 16 + b'{"question": "\xff"}\n', "bad.jsonl"),
     "not objects": ("--dataset bad.jsonl", "[1, 2]\n3\n" * 20, "bad.jsonl"),
     "a torn table": ("--dataset bad.csv", "question,answer\n1+1,2\n1,2,3,4\n", "bad.csv 3"),
@@ -127,7 +172,16 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
 def test_the_problems_evaluated_are_the_same_in_every_run_and_the_numbers_are_printed(capsys):
     few = [questions(load(f"--eval_problems 4 --seed {seed}")[1]) for seed in (0, 1)]
     assert few[0] == few[1] and len(set(few[0])) == 4
-    assert re.search(r"^\d+ problems to train on.*^13 problems to hold out", capsys.readouterr().out, re.M | re.S)
+    said = capsys.readouterr().out
+    assert re.search(r"^47 .*problems to train on", said, re.M)
+    assert re.search(r"^13 .*problems to hold out", said, re.M)
+
+def test_the_problems_evaluated_are_a_sample_of_the_held_out_ones():
+    """Not the first: a test split may be sorted, by subject or from easy to hard."""
+    held_out = [row["question"] for row in load(f"{splits_of(sums(9), sums(100))} --eval_problems 20")[1]]
+    places = sorted(questions(sums(100)).index(question) for question in held_out)
+    assert len(set(places)) == 20 and places[0] < 25 and places[-1] >= 75
+    assert 30 < sum(places) / 20 < 70
 
 def splits_of(train_rows, held_out=()):
     """A data set directory with these rows, the held-out ones by default sums."""
@@ -145,24 +199,33 @@ def test_problems_keep_all_columns_which_may_have_other_names():
     assert train_set[0]["level"] == 3 and train_set[0]["problem"] == sums(1)[0]["question"]
     assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
 
-def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
-    rows = sums(10) + [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
-    rows += [{"question": "???"}, {"answer": "1"}]
-    rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
+def test_rows_that_cannot_be_used_are_counted_by_cause_and_left_out(capsys):
+    """Six causes once had the one name "over --max_prompt_tokens or no readable answer"."""
+    rows = sums(10)
+    rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}, {"question": "???"}]
+    rows += [{"answer": "1"}, {"question": "", "answer": "1"}]
+    rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
     flags = f"{splits_of(rows)} --max_prompt_tokens 60"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    assert re.search(r"^11 problems to train on .6 of 17 left out", capsys.readouterr().out, re.M)
-    assert len(load(f"{flags} --reward_model judge")[0]) == 14, "a reward model needs no gold answer"
+    line = next(line for line in capsys.readouterr().out.splitlines() if "to train on" in line)
+    assert line.startswith("11 ") and "of 19" in line
+    for cause in ("2 no question", "3 too long", "3 no readable answer"):
+        assert cause in line
 
-@every_script
-def test_every_problem_is_asked_once_before_any_is_asked_again(script):
-    problems, order = [{"question": str(i)} for i in range(7)], {}
-    for seed in (0, 1):
-        args = script.parse_args(shlex.split(f"{TINY} --prompts 3 --seed {seed}"))
-        order[seed] = [q for step in range(1, 8) for q in questions(common.batch_of(problems, step, args))]
-        passes = [order[seed][start:start + 7] for start in (0, 7, 14)]
-        assert all(sorted(each) == list("0123456") for each in passes) and passes[0] != passes[1]
-    assert order[0] != order[1]
+@pytest.mark.parametrize("column", ["answer", "nothing"])
+def test_gold_answers_are_asked_for_by_the_answer_reward_alone(column, monkeypatch, here):
+    """A reward of one's own, or a model, may need none: rows without were dropped, data without refused."""
+    rows = sums(3) + [{"question": "?", "answer": ""}, {"question": "??"}]
+    rows = [{"question": row["question"], column: row.get("answer")} for row in rows]
+    flags = splits_of(rows, [{"question": "held out"}])
+    monkeypatch.setattr(common, "load_reward", lambda args: lambda problems, completions: [0] * len(problems))
+    own, _ = load(flags)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    judged, held_out = load(f"{flags} --reward_model judge")
+    assert len(own) == len(judged) == 5 and questions(held_out) == ["held out"]
+    if column == "answer":
+        assert len(load(f"{flags} --eval_split train")[0]) == 3
 
 # ---- Prompts -------------------------------------------------------------------------------------
 
@@ -189,7 +252,86 @@ def test_a_template_without_a_system_role_has_the_instruction_in_the_users_turn(
     save_tiny("gemma", "llama", char_tokenizer(template))
     problem, *_ = load("--model gemma --system_prompt 'Be brief.'")[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained("gemma")
-    assert tokenizer.decode(problem["prompt"]) == f"<Be brief.\n\n{problem['question']}>"
+    assert tokenizer.decode(problem["prompt"]) == f"<Be brief.\n\n{sums(1)[0]['question']}>"
+    assert problem["question"] == sums(1)[0]["question"], "which is what is shown and a reward model reads"
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("column", ["question", "prompt"])
+def test_a_question_may_be_a_chat(column, look):
+    """As in TRL's data sets, there in the column prompt. The model was asked the repr of the list."""
+    save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
+    alone = [turn("user", "1 + 1?")]
+    talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
+    led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
+    rows = [{column: chat, "answer": "#### 2"} for chat in (alone, talk, led)]
+    flags = f"--model tiny {splits_of(rows, rows)} --question_column {column}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained("tiny")
+
+    def ids(chat):
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer("".join(f"{message['content']}\n" for message in chat))["input_ids"]
+    train_set, _ = load(flags)
+    assert [problem["prompt"] for problem in train_set] == [ids(chat) for chat in (alone, talk, led)]
+    assert questions(train_set) == ["1 + 1?", "2 + 2?", "3 + 3?"], "what a reward model is shown"
+    train_set, _ = load(f"{flags} --system_prompt Brief.")
+    brief = [turn("system", "Brief.")]
+    assert [problem["prompt"] for problem in train_set] == [ids(brief + alone), ids(brief + talk), ids(led)]
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+@pytest.mark.parametrize("column, value", [
+    ("question", ["1 + 1?"]), ("question", {"text": "1 + 1?"}), ("question", [{"text": "1 + 1?"}]),
+    ("question", [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]),
+    ("answer", [2]), ("answer", {"value": 2})])
+def test_another_list_or_dict_is_refused_with_the_columns_name(column, value, capsys):
+    rows = [row | {column: value} for row in sums(9)]
+    with refused(capsys, "--dataset mine", column, type(value).__name__):
+        load(splits_of(rows, rows))
+
+def test_a_question_keeps_its_blanks_where_there_is_no_template():
+    """Code is indented."""
+    question = "    def f(x):\n  return"
+    problem, *_ = load(splits_of([{"question": question, "answer": "1"}]))[0]
+    assert char_tokenizer().decode(problem["prompt"]) == question + "\n"
+
+@pytest.mark.parametrize("template, words", [
+    ("{{ raise_exception('no chats here') }}", "no chats here"), ("{% for m in messages %}", "template"),
+    ("{{ messages[0]['nothing'].upper() }}", "template"), ("hello", "leaves out the question"),
+    ("{{ '' }}", "leaves out the question")])
+def test_a_chat_template_that_fails_or_leaves_the_question_out_is_one_line(template, words, capsys):
+    """It raised through 40 lines of jinja2, or every prompt was "hello"."""
+    save_tiny("odd", "llama", char_tokenizer(template))
+    with refused(capsys, "--model odd", *words.split()):
+        load("--model odd")
+
+def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
+    """The toy, asked GSM8K, was trained on <unk><unk>..."""
+    known, unknown = sums(1)[0]["question"], "\u00e9" * 15
+    rows = [{"question": question, "answer": "1"} for question in [unknown] * 9 + [known]]
+    with refused(capsys, "--model model", "--dataset mine", "another --model"):
+        load(splits_of(rows))
+    few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]  # it may know most of it
+    Path("few").mkdir()
+    [write_jsonl(f"few/{split}.jsonl", few) for split in ("train", "test")]
+    assert len(load("--dataset few")[0]) == 8
+
+def test_the_toy_asked_in_words_says_what_to_do(capsys):
+    """`python grpo.py --dataset openai/gsm8k`, without --model."""
+    rows = [{"question": f"Anna has {i} apples. How many?", "answer": "2"} for i in range(9)]
+    with refused(capsys, "tests/toy", "--dataset mine", "another --model"):
+        load(f"{splits_of(rows)} --model '{common.TOY}'")
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_no_template_of_a_prompt_takes_the_model_beyond_its_room(system):
+    """--max_prompt_tokens is lowered to what --max_new_tokens leaves: a prompt just that long is asked."""
+    save_tiny("gpt", "gpt2", char_tokenizer())  # 128 positions
+    extra = len(system) + 1 if system else 0
+    rows = [{"question": "x" * (n - extra), "answer": "1"} for n in (26, 27, 28)]  # and a newline
+    found = load(f"--model gpt --max_new_tokens 100 --system_prompt '{system}' {splits_of(rows)}")[0]
+    assert [len(problem["prompt"]) for problem in found] == [27, 28]
 
 # ---- Rewards -------------------------------------------------------------------------------------
 
@@ -202,10 +344,10 @@ def test_a_gold_answer_is_read_as_completions_are(gold):
 def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers():
     def tell(problems, completions):
         return [10 * problem["n"] + int(text) for problem, text in zip(problems, completions)]
-    assert common.score(tell, [{"n": 1}, {"n": 2}], rollout(*"1234")).tolist() == [11, 12, 23, 24]
+    assert common.rewards_of(tell, [{"n": 1}, {"n": 2}], rollout(*"1234")).tolist() == [11, 12, 23, 24]
     for given in ([1, 0], [True, False], [1.0, 0.0], (1, 0), torch.tensor([1, 0]),
                   torch.tensor([True, False]), torch.tensor([1.0, 0]).double(), [torch.tensor(1.0), 0]):
-        rewards = common.score(lambda problems, completions: given, [{}], rollout("a", "b"))
+        rewards = common.rewards_of(lambda problems, completions: given, [{}], rollout("a", "b"))
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
 
 class Grader:
@@ -213,23 +355,25 @@ class Grader:
     def __call__(self, problems, completions):
         return [float("nan")] * len(completions)
 
-@every_script
 @pytest.mark.parametrize("given, words", [
-    (lambda n: [0.5] * (n - 1) + [float("nan")], "gives nan completion"),
-    (lambda n: [float("-inf")] * n, "gives -inf completion"), (lambda n: [1e39] * n, "gives inf completion"),
-    (lambda n: [1.0], "gives 2 numbers longer"), (lambda n: [1.0] * 9, "gives 2 numbers shorter"),
-    (lambda n: [[1.0]] * n, "gives list"), (lambda n: None, "gives NoneType"),
-    (lambda n: [None] * n, "gives NoneType"), (lambda n: ["good"] * n, "gives good")])
-def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(script, given, words, monkeypatch, capsys):
+    (lambda n: [0.5] * (n - 1) + [float("nan")], "nan completion"),
+    (lambda n: [float("-inf")] * n, "-inf completion"), (lambda n: [1e39] * n, "inf completion"),
+    (lambda n: [1.0], "2 numbers longer"), (lambda n: [1.0] * 9, "2 numbers shorter"),
+    (lambda n: [[1.0]] * n, "numbers list"), (lambda n: None, "numbers NoneType"),
+    (lambda n: [None] * n, "numbers NoneType"), (lambda n: ["good"] * n, "numbers good"),
+    (lambda n: {i: 1.0 for i in range(n)}, "numbers dict"), (lambda n: sys.exit(0), "sys.exit"),
+    (lambda n: sys.exit("bye"), "sys.exit")])
+def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
+    """A dict's keys were taken for rewards; sys.exit(0) ended a run with status 0 and nothing saved."""
     def gives(problems, completions):
         return given(len(completions))
     monkeypatch.setattr(common, "load_reward", lambda args: gives)
-    with refused(capsys, "the reward", *words.split()):
-        train(script, TINY)
+    with refused(capsys, "the reward gives", *words.split()):
+        train(grpo, TINY)
 
 def test_a_reward_that_is_no_function_is_named_too(capsys):
     with refused(capsys, "Grader", "nan", "'a'"):
-        common.score(Grader(), [{}], rollout("a"))
+        common.rewards_of(Grader(), [{}], rollout("a"))
 
 @pytest.mark.parametrize("error", [OSError, KeyError, TypeError])
 def test_an_error_inside_a_reward_shows_where_it_is(error, monkeypatch):
@@ -246,7 +390,7 @@ def test_a_reward_models_scores_are_those_of_one_row_at_a_time(chat, pad):
     problems = [{"question": "1 + 1?" * (i % 3 + 1)} for i in range(9)]
     texts = ["#### 2" + " or so" * (i % 5) + "<pad>" * (i % 2) + "<eos>" * (i % 3) for i in range(8)] + [""]
     reward = common.load_reward(grpo.parse_args("--reward_model critic --device cpu".split()))
-    scores = common.score(reward, problems, rollout(*texts))
+    scores = common.rewards_of(reward, problems, rollout(*texts))
     judge = transformers.AutoModelForSequenceClassification.from_pretrained("critic").eval()
     judge.config.pad_token_id = None  # alone in its batch a row's last token is the last
     tokenizer = transformers.AutoTokenizer.from_pretrained("critic")

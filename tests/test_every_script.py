@@ -57,7 +57,8 @@ def test_neither_padding_nor_the_order_of_rows_matters(script):
     assert same_stats == pytest.approx(stats, rel=1e-6)
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
-    """Old log-probs, advantages and the rest stay as they are while the policy moves. No padding is in the speed."""
+    """Old log-probs, advantages and the rest stay as they are while the policy moves. No padding is in the
+    speed."""
     trainer = Trainer(script, minibatches=4, epochs=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     calls, losses = spy(monkeypatch, common, "token_logprobs"), spy(monkeypatch, script, "policy_loss")
@@ -72,16 +73,36 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
             assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() == 2 else whole), name
     assert (calls[-1].result - calls[-1].batch["old_logp"]).abs().max() > 0.1
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_are_those_of_all_passes(script, monkeypatch):
+    """Sums over sums, of every micro-batch of both passes: the last pass alone would clip far more."""
+    trainer = Trainer(script, epochs=2, minibatches=2, micro_batch_tokens=40)
+    trainer.use_adam(lr=0.02)
+    calls = spy(monkeypatch, script, "policy_loss")
+    stats, last = trainer.update(), {}
+    assert len(calls) > 4
+    for name in calls[0].result[1]:
+        values = [call.result[1][name] for call in calls]
+        if name.endswith("_max"):
+            assert stats[name] == pytest.approx(float(max(values)))
+        else:
+            sums, counts = ([float(x) for x in column] for column in zip(*values))
+            assert stats[name] == pytest.approx(sum(sums) / sum(counts), rel=1e-5, abs=1e-7)
+            half = len(values) // 2
+            last[name] = sum(sums[half:]) / sum(counts[half:])
+    assert any(last[name] != pytest.approx(stats[name], rel=1e-3) for name in last)
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
-    """The ratio starts at 1. In bfloat16 log-probs depend on the cut: old ones are of the update's pieces."""
+    """The ratio starts at 1. In 16 bits log-probs depend on the cut: old ones are of the update's pieces."""
     trainer = Trainer(script, dtype, minibatches=4, micro_batch_tokens=100, max_new_tokens=30, group_size=4)
     calls = spy(monkeypatch, common, "token_logprobs")
     trainer.update()
     for c in calls:
         gap = (c.result - c.batch["old_logp"]).abs().max()
         assert gap <= (1e-6 if dtype == torch.float32 else 0) and c.result.dtype == torch.float32
-    if dtype == torch.bfloat16:  # else nothing was tested
+    if dtype in SIXTEEN_BITS:  # else nothing was tested
         otherwise = common.token_logprobs(trainer.policy, trainer.rollout, 0.6)
         assert not torch.equal(otherwise, trainer.rollout["old_logp"])
 
@@ -149,9 +170,10 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
 
 # --- whole runs
 
-def test_a_policy_learns(script):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_policy_learns(script, dtype):
     """t3 pays best, and becomes the commonest token."""
-    trainer, rewards = Trainer(script, group_size=8, minibatches=2, temperature=1), []
+    trainer, rewards = Trainer(script, dtype, group_size=8, minibatches=2, temperature=1), []
     trainer.use_adam(lr=0.02)
     for step in range(12):
         torch.manual_seed(step)
@@ -160,10 +182,12 @@ def test_a_policy_learns(script):
         rewards.append(trainer.stats["reward"])
     assert sum(rewards[-3:]) > 3 * sum(rewards[:3])
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_run_of_two_steps(script, dtype, here, spread):
-    """From the command line to a checkpoint with other weights; all statistics are finite."""
+    """From the command line to a checkpoint with other weights; all statistics are finite. The rounding of
+    the ratio is measured once."""
     rows = train(script, f"{TINY} --steps 2 --dtype {dtype}")
+    assert [{"ratio_noise", "sequence_ratio_noise"} <= row.keys() for row in rows] == [False, True, False]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(x) for row in rows for x in row.values())
     assert {"eval_accuracy", "loss", "reward", "grad_norm"} <= rows[2].keys() and rows[2]["skipped"] == 0

@@ -1,5 +1,5 @@
-"""What a GPU has to show: the same tokens from graphs, the same numbers in bfloat16, the toy learnt. Without one
-they run on the CPU, where there are no graphs. On a machine with a GPU run this file first."""
+"""What a GPU has to show: the same tokens from graphs, the same numbers in bfloat16, the toy learnt. Without
+one they run on the CPU, where there are no graphs. On a machine with a GPU run this file first."""
 import subprocess
 import sys
 
@@ -48,13 +48,14 @@ def test_a_resumed_run_goes_on(script, spread):
     train(script, f"{ON_IT} --steps 2", out="whole")
     train(script, f"{ON_IT} --steps 1", out="parts")
     train(script, f"--resume --steps 2 --device {DEVICE}", out="parts")
-    whole, parts = (torch.load(f"{out}/step-2/optimizer.pt", map_location="cpu") for out in ("whole", "parts"))
+    files = [f"{out}/step-2/optimizer.pt" for out in ("whole", "parts")]
+    whole, parts = (torch.load(file, map_location="cpu") for file in files)
     for name, model in whole.items():
         for key, x in model["masters"].items():
             assert (parts[name]["masters"][key] - x).norm() <= 0.05 * x.norm()
 
 @every_script
-@pytest.mark.skipif(DEVICE == "cpu", reason="test_toy.py has the same on a CPU")
+@pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU test_toy.py runs them")
 def test_the_toy_is_learnt(script, tmp_path):
     done = subprocess.run([sys.executable, ROOT / f"{script.__name__}.py", "--out", tmp_path / "run"],
                           capture_output=True, text=True, check=True)

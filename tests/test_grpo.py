@@ -53,7 +53,7 @@ def test_only_equal_rewards_give_exactly_zero(script, reward, G):
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_a_group_of_one_is_refused(script, capsys):
     """The deviation of one reward is NaN."""
-    with refused(capsys, "--group_size 1"):
+    with refused(capsys, "--group_size"):
         script.parse_args(["--group_size", "1"])
 
 def test_equal_prompts_stay_two_groups():
@@ -72,17 +72,20 @@ def test_equal_prompts_stay_two_groups():
 # --- (2) and (3) ratio and clip
 
 @pytest.mark.parametrize("beta, kl", [(0.0, "k3"), (0.3, "k3"), (0.3, "wk3")])
-@pytest.mark.parametrize("seed, spread, shift", [(0, 0.4, 0), (1, 2.0, 0), (2, 0.3, -1.5)])
+@pytest.mark.parametrize("seed, spread, shift", [
+    (0, 0.4, 0), (1, 2.0, 0), (2, 0.3, -1.5), (3, 1.0, 9.0), (4, 1.0, -9.0)])
 def test_value_gradient_and_statistics_equal_a_float_loop(beta, kl, seed, spread, shift):
     """On ragged rows with unequal ends of the clip; the gradient by central differences of the loop. In the
-    last rows all ratios are below 1, which is what padding has."""
+    third all ratios are below 1, which is what padding has. In the fourth they are about e^9: a bad token
+    that rose so far must come back; in the last e^-9, and so far above is the reference, to which the KL
+    pulls."""
     rows = random_rows(seed, spread=spread, shift=shift)
     args = settings(grpo, eps_high=0.28, beta=beta, kl=kl)
     J, clipped, largest = surrogate(rows, 0.2, 0.28, beta, kl)
     loss, gradient, stats = loss_of(grpo, rows if beta else rows | {"ref_logp": None}, args)
     expected = slopes(lambda x: surrogate(rows | {"logp": x}, 0.2, 0.28, beta, kl)[0], rows["logp"])
     assert -loss.item() == pytest.approx(J, rel=1e-10)
-    torch.testing.assert_close(-gradient, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(-gradient, expected, rtol=1e-6, atol=1e-8 * max(1, abs(J)))
     assert [float(x) for x in stats["loss"]] == [loss.item(), 5] and 0 < clipped < 18
     assert [float(x) for x in stats["clip_frac"]] == [clipped, 18]
     assert stats["ratio_max"].item() == pytest.approx(largest)
@@ -147,7 +150,7 @@ def test_the_reference_is_refreshed_every_ref_every_steps(here, spread):
     copied shares no storage with the policy."""
     kl = [row["kl"] for row in train(grpo, ITERATIVE + " --ref_every 2")[1:]]
     assert len(kl) == 6 and max(kl[0::2]) < 1e-6 and min(kl[1::2]) > 1e-5
-    assert torch.load("run/step-6/optimizer.pt")["policy"]["taken"] == 24
+    assert torch.load("run/step-6/optimizer.pt")["policy"]["steps_taken"] == 24
 
 def test_without_ref_every_the_reference_stays_and_without_beta_there_is_none(here, spread, monkeypatch):
     """The reference is the model as it was loaded, however far the policy has moved."""

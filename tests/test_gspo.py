@@ -1,12 +1,10 @@
 """GSPO beyond the worked numbers of test_equations.py: value and gradient against loops over single numbers,
-GSPO beside GRPO in whole updates, and GSPO-token with the rule for worked steps."""
+GSPO beside GRPO in whole updates, and GSPO-token with advantages that are discounted towards the start."""
 import math
-import time
 
 import pytest
 import torch
-from conftest import (
-    Trainer, loss_of, make_batch, random_rows, settings, slopes, tensor64, tiny_model, word_tokenizer)
+from conftest import Trainer, loss_of, random_rows, settings, slopes, tensor64
 
 import common
 import grpo
@@ -36,15 +34,17 @@ def surrogate(rows, args, frozen=None):
 @pytest.mark.parametrize("kl", [{}, {"beta": 0.3}, {"beta": 0.3, "kl": "wk3"}])
 def test_value_gradient_and_statistics_equal_a_float_loop(eps, token_level, kl):
     """On ragged rows; the gradient by central differences of the loop. Padding in the mean of the log-ratios,
-    their sum, a clip on the wrong side, a token's KL weighted by its row's ratio: each shows."""
-    for seed in range(3):
-        rows, args = random_rows(seed, spread=0.3), settings(gspo, token_level=token_level, **eps, **kl)
+    their sum, a clip on the wrong side, a token's KL weighted by its row's ratio: each shows. In the last two
+    the ratios are about e^9 and e^-9, and have the slopes of that."""
+    for seed, shift in [(0, 0), (1, 0), (2, 0), (3, 9), (4, -9)]:
+        rows = random_rows(seed, spread=0.3, shift=shift)
+        args = settings(gspo, token_level=token_level, **eps, **kl)
         rows["adv"] = torch.randn(5, 6).double() if token_level else rows["adv"]
         J, clipped = surrogate(rows, args)
         loss, gradient, stats = loss_of(gspo, rows if kl else rows | {"ref_logp": None}, args)
         expected = slopes(lambda x: surrogate(rows | {"logp": x}, args, rows["logp"])[0], rows["logp"])
         assert -loss.item() == pytest.approx(J, rel=1e-10)
-        torch.testing.assert_close(-gradient, expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(-gradient, expected, rtol=1e-6, atol=1e-8 * max(1, abs(J)))
         assert [float(x) for x in stats["clip_frac"]] == [clipped, 18]
         assert [float(x) for x in stats["loss"]] == [loss.item(), 5]
 
@@ -84,78 +84,73 @@ def weights_after(script, **flags):
     stats = trainer.update()
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), stats
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_an_update_equals_grpos_as_long_as_it_is_one_optimiser_step(minibatches):
+def test_an_update_equals_grpos_as_long_as_it_is_one_optimiser_step():
     """At ratio 1 the gradients are the same; from the second minibatch on the ratio of the sequence tells."""
-    ours, theirs = (weights_after(script, minibatches=minibatches, **AWAY)[0] for script in (gspo, grpo))
-    apart = (ours - theirs).abs().max()
-    assert apart < 1e-6 if minibatches == 1 else apart > 1e-4
+    trainers = [Trainer(script, beta=0.0, **AWAY) for script in (gspo, grpo)]
+    [ours], [theirs] = (trainer.gradients(trainer.rollout)[0] for trainer in trainers)
+    assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+    ours, theirs = (weights_after(script, minibatches=2, **AWAY)[0] for script in (gspo, grpo))
+    assert (ours - theirs).abs().max() > 1e-4
 
 def test_the_papers_range_binds_in_an_update_and_a_token_range_does_not():
-    """From the second minibatch on rows leave (1 - 3e-4, 1 + 4e-4), the default; few ever leave GRPO's .2."""
+    """From the second minibatch on rows leave (1 - 3e-4, 1 + 4e-4), the default in float32; few ever leave
+    GRPO's .2."""
     args = gspo.parse_args([])
-    assert (args.eps_low, args.eps_high, args.minibatches, args.beta) == (3e-4, 4e-4, 4, 0)
+    assert (args.eps_low["float32"], args.eps_high["float32"]) == (3e-4, 4e-4)
+    assert (args.minibatches, args.beta, args.token_level, args.gamma) == (4, 0, False, 1)
     _, narrow = weights_after(gspo, minibatches=4)
     _, wide = weights_after(gspo, minibatches=4, eps_low=0.2, eps_high=0.2)
     assert 0.05 < narrow["clip_frac"] <= 0.75 and wide["clip_frac"] == 0  # nothing is in the first minibatch
 
-# --- GSPO-token and the worked steps
+# --- GSPO-token
 
-PIECES = "<unk>|<eos>|7+|2=9|\n|9-|5|=4\n|####| 4|2=8\n\n|1+1=3|so\n|4=5\n3+".split("|")
-COMPLETIONS = [  # (prompt, completion, the sign of each of its tokens)
-    ("1+1=3|\n", "7+|2=9|\n|9-|5|=4\n|####| 4|<eos>", [1, 1, 1, 1, 1, 1, 0, 0, 0]),
-    ("so\n", "7+|2=8\n\n|7+|2=9|\n|####| 4", [-1, -1, 1, 1, 1, 0, 0]),
-    ("7+|2=9|\n", "so\n|1+1=3|\n|<eos>", [0, -1, -1, 0]),
-    ("so\n|7+", "2=9|\n|7+|2=9", [0, 0, 1, 1]),  # the prompt's "7+" is no part of the line; the last is cut
-    ("7+", "9-|4=5\n3+|2=9|\n|7+", [1, 1, -1, -1, 0])]
-LINES = {  # signs that are right, for what is a step, what is none, and what may stay unread
-    (1,): "7+2=9|9-4=5|3*4=12|7 + 2 = 9|12+30=42|7-2=5.|2-5=-3|-3+4=1|-3-4=-7|-6*2=-12|12-5=7",
-    (-1,): "7+2=8|9-4=6|3*4=13|7 + 2 = 10|2-5=3|-3+4=7|12-5=-3",
-    (0,): "|7|#### 4|7+2=|7+2|=9|+2=9|7+2=?|9=7+2|x+2=9|9**9**9**9=1",
-    (0, 1): "7+2=9, 9-5=4|7+2=9=8+1|so 7+2=9|7+2-5=4|1-3+4=2|2+3*4=14|5 - 3+4=6|1,000+5=1,005|2+3=4+1"
-            "|2+(3+4)=9|2^3+1=9|10/4=2.5|7+2=9=10-1|1.5+2=3.5|8/2=4|\u0663+\u0664=\u0667|7\u22122=5",
-    (0, -1): "7+2=9, 9-5=5|7+2=8 and 9-5=5|7+2=9=8|so 7+2=8|1000000002-1=1|0.5+2=7|2*3+1=4|7-2+5=7|1,002-1=1"
-             "|8/2=3|5/0=0|0/0=0|0/0=1|9/0=999999999"}
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
+def test_the_advantages_of_gspo_token_are_discounted_towards_the_start(gamma):
+    """A_it = gamma^(|o_i| - t) A_i, t = 1 ... |o_i|, in floats: the last token has all of A_i, whatever the
+    row's length. Padding counted as tokens would leave short completions nearly nothing."""
+    trainer = Trainer(gspo, token_level=True, gamma=gamma)
+    A = gspo.group_advantages(trainer.rollout["rewards"], 2).tolist()
+    lengths = trainer.rollout["mask"].sum(1).long().tolist()
+    assert len(set(lengths)) > 2 and any(A)
+    for i, n in enumerate(lengths):
+        expected = [gamma ** (n - t) * A[i] for t in range(1, n + 1)]
+        assert trainer.rollout["adv"][i, :n].tolist() == pytest.approx(expected, rel=1e-5)
 
-def spelt(text):
-    return [PIECES.index(piece) for piece in text.split("|")]
+@pytest.mark.parametrize("kl", [{}, {"beta": 0.3}, {"beta": 0.3, "kl": "wk3"}])
+def test_gspo_token_with_gamma_1_is_gspo(kl):
+    """The loss and the clip to the last bit, as the paper says: s_it is s_i times exactly 1, and A_it is A_i
+    times exactly 1. The gradient sums the same numbers in another order: equal but for rounding."""
+    ours, theirs = (Trainer(gspo, token_level=level, gamma=1.0, **kl).rollout for level in (True, False))
+    assert torch.equal(ours["adv"] * ours["mask"], theirs["adv"] * ours["mask"])
+    eps = {"eps_low": 0.1, "eps_high": 0.1}
+    for seed in range(5):
+        rows = {name: x.float() for name, x in random_rows(seed).items()}
+        token = rows | {"adv": rows["adv"].expand_as(rows["mask"])}
+        loss, gradient, stats = loss_of(gspo, token, settings(gspo, token_level=True, **eps, **kl))
+        same, slope, other = loss_of(gspo, rows, settings(gspo, **eps, **kl))
+        assert torch.equal(loss, same) and other.keys() == stats.keys() and 0 < stats["clip_frac"][0] < 18
+        numbers = [[*each["loss"], *each["clip_frac"], each["ratio_max"]] for each in (stats, other)]
+        assert [float(x) for x in numbers[0]] == [float(x) for x in numbers[1]]
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-7)
 
-def sign_of(line):
-    """The sign of a line that is a single token."""
-    tokenizer = word_tokenizer(["<unk>", "<eos>", line + "\n"], "<eos>", "<unk>")
-    return common.step_signs(make_batch([[0]], [[2]]), tokenizer).item()
-
-@pytest.mark.parametrize("signs", LINES)
-def test_a_line_is_a_true_step_a_false_one_or_none(signs):
-    """A sign lost ("2-5=-3"), a number cut ("2-5=7" of "12-5=7"), a part read for the whole ("7+2-5=4")."""
-    found = {line: sign_of(line) for line in LINES[signs].split("|")}
-    assert not {line: sign for line, sign in found.items() if sign not in signs}
-
-def test_hostile_lines_cost_milliseconds():
-    """No eval, no integer of a million digits, no backtracking."""
-    began, many = time.perf_counter(), 10 ** 5
-    for line in ["9" * many + "+1=1", "1+" * many + "=1", "-" * many, "1 " * many, " " * many + "1"]:
-        assert sign_of(line) == sign_of("1+1=2" + " ." * many + line) == 0
-    assert time.perf_counter() - began < 1
-
-def test_tokens_have_the_sign_of_the_line_in_which_they_begin():
-    """Tokens of many characters, line ends inside them, rows of other lengths, equations in prompts."""
-    prompts, texts, signs = zip(*COMPLETIONS)
-    batch = make_batch([spelt(text) for text in prompts], [spelt(text) for text in texts])
-    found = common.step_signs(batch, word_tokenizer(PIECES, "<eos>", "<unk>"))
-    assert found.tolist() == [row + [0] * (9 - len(row)) for row in signs]
-
-def test_collect_neither_punishes_true_steps_nor_rewards_false_ones(monkeypatch):
-    """All other tokens keep the advantage of their completion: a for the right one, -a for the wrong one."""
-    trainer = Trainer(gspo, group_size=2)
-    texts = ["7+|2=9|\n|1+1=3|\n|<eos>", "9-|5|=4\n|7+|2=8\n\n"]
-    batch = make_batch([[12], [12]], [spelt(text) for text in texts])
-    batch |= {"texts": texts, "finished": torch.ones(2), "seconds": 1.0}
-    monkeypatch.setattr(common, "generate", lambda *_: dict(batch))
-    trainer.policy, trainer.tokenizer = tiny_model(vocab_size=14), word_tokenizer(PIECES, "<eos>", "<unk>")
-    trainer.reference, trainer.problems, trainer.reward = None, [{"prompt": [12]}], lambda *_: [1, 0]
-    a = 0.5 / (math.sqrt(0.5) + 1e-4)
-    for token_level, expected in [(False, [[a], [-a]]), (True, [[a, a, a, 0, 0, a], [0, 0, 0, -a, -a, -a]])]:
-        trainer.args.token_level = token_level
-        trainer.collect()
-        assert trainer.rollout["adv"].tolist() == [pytest.approx(row) for row in expected]
+@pytest.mark.parametrize("gamma", [0.7, 1.0])
+def test_the_gradient_of_an_update_is_that_of_equation_13(gamma):
+    """A row at a time, from whole logits, with nothing of gspo.py: s_i is a number, what carries a gradient
+    is log pi of each token, and A_it counts where s_i is not held by the clip on the side of its sign."""
+    trainer, rollout = Trainer(gspo, token_level=True, gamma=gamma, eps_low=0.01, eps_high=0.02).moved()
+    J, held = 0.0, []
+    for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
+        ids = rollout["ids"][i, :rollout["attention"][i].sum()]
+        logp = (trainer.policy(ids[None]).logits[0] / 0.6).log_softmax(-1)
+        logp = logp[:-1].gather(1, ids[1:, None])[-n:, 0]
+        s = (logp.detach() - rollout["old_logp"][i, :n]).mean().exp().item()
+        for t in range(n):
+            group = trainer.rollout["rewards"][i - i % 2:i - i % 2 + 2].double()
+            A = gamma ** (n - 1 - t) * ((group[i % 2] - group.mean()) / (group.std() + 1e-4)).item()
+            held.append(A > 0 and s > 1.02 or A < 0 and s < 0.99)
+            J += 0 if held[-1] else s * A * logp[t] / n / 12
+    assert any(held) and not all(held)
+    gradients = torch.autograd.grad(-J, list(trainer.policy.parameters()))
+    [gradient], stats = trainer.gradients(rollout)
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in gradients]), rtol=1e-5, atol=1e-7)
+    assert stats["clip_frac"] == pytest.approx(sum(held) / len(held))

@@ -1,8 +1,6 @@
 """math_reward pays a right answer in any spelling and nothing else; no completion can stop or hang it."""
 import inspect
 import itertools
-import json
-import pathlib
 import random
 import re
 import timeit
@@ -20,35 +18,41 @@ EQUAL = pairs(r"""
 7 ~ 7 | 7 ~ 7. | 7 ~ 07 | 7 ~ 7.000 | -7 ~ - 7 | -7 ~ −7 | 0 ~ -0 | 12500 ~ 12,500 | 12500 ~ 12{,}500 |
 12500 ~ 12,\!500 | 0.25 ~ .25 | \frac{3}{8} ~ \dfrac38 | 3/8 ~ \frac{6}{16} | -3/8 ~ \frac{-3}{8} |
 -3/8 ~ \frac{3}{-8} | 1234/2 ~ 1,234/2 | 11/8 ~ 1\frac{3}{8} | 11/8 ~ 1 3/8 | 9 ~ \left( 9 \right) |
-\$9 ~ 9\text{ dollars} | 9 ~ 9 \mbox{ cm}^2 | 9 ~ 9 oranges | 35\% ~ 35 % | 0.35 ~ 35\% | 50^\circ ~ 50 | 8 ~ t = 8 |
-8 ~ f(3) = 8 | 8 ~ 3+5 = 8 | (a,b)=(1,2) ~ (1, 2) | [0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 |
-5\sqrt{7} ~ 5*sqrt(7) | \frac{5\sqrt{7}}{2} ~ 5√7/2 | 5\pi ~ 5 π | \frac{\pi}{5} ~ 0.2\pi | (x+2)(x-1) ~ (2+x)(-1+x) |
-n(n+2) ~ n(2+n) | (1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
-x \le 4 ~ x ≤ 4 | 1,2,3 ~ 3, 1 \text{ and } 2 | 100,200 ~ 200, 100 |
-312_5 ~ 312_{5} | \text{(D)} ~ D |
-\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2
+\$9 ~ 9\text{ dollars} | 9 ~ 9 \mbox{ cm}^2 | 9 ~ 9 oranges | 35\% ~ 35 % | 0.35 ~ 35\% | 50^\circ ~ 50 |
+50 ~ 50° | 0.1, 0.2 ~ 10%, 20% | 8 ~ t = 8 | 8 ~ f(3) = 8 | 8 ~ 3+5 = 8 | (a,b)=(1,2) ~ (1, 2) |
+[0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 | 5\sqrt{7} ~ 5*sqrt(7) | \frac{5\sqrt{7}}{2} ~ 5√7/2 |
+5\pi ~ 5 π | \frac{\pi}{5} ~ 0.2\pi | (x+2)(x-1) ~ (2+x)(-1+x) | n(n+2) ~ n(2+n) |
+(1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
+x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x \geq 4 | x \le 4 ~ x \leqslant 4 |
+1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 100,200 ~ 200, 100 | 312_5 ~ 312_{5} |
+\text{(D)} ~ D | \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
-7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 12500 ~ 12 |
-1500 ~ (1,500) | 1/3 ~ 0.3333333 | 3/8 ~ 8/3 | 11/8 ~ 1 + 3 | 56 ~ 7 \cdot 8 | 78 ~ (7)(8) | 8 ~ 2^3 | 49 ~ 4² |
-9 ~ 9 million | 9 ~ 9million | R-r ~ r-R | D ~ d | 0.5^3 ~ 2^3/4 | 1 ~ - | 1/4 ~ /4 | f(1,2) ~ f(2,1) |
-2x+1=y ~ 2x=1+y | $ ~ \text{} | 42! ~ 1 42! | \frac{3}{4}2 ~ 8 | \sin x=5 ~ \cos x=5 | 3 ~ x != 3 | 2ab ~ 2ba |
-9 ~ 9\text{ thousand} | 9 ~ 10, 9 | 9 ~ \pm 9 | 9 ~ 9 \approx 10 | 9 ~ 9 = 10 | 9 ~ 9, 9 | 8 ~ 2x = 8 | 0 ~ a + b = 0 |
-8 ~ t \ge 8 | x=1,y=2 ~ x=2,y=1 | 0.2% ~ 20% | 1/0 ~ 1 | 5\sqrt{7} ~ 35 | 5\sqrt[3]{7} ~ 7\sqrt[3]{5} |
-4\sqrt{3} ~ \sqrt[3]{4} | 5 ~ 5\pi | 5 ~ 5pi | 5 ~ 5xy | x^2 ~ x2 | x^{2}3 ~ x^{23} | \sin x\cos y ~ \sin y\cos x |
-\frac{a+b}{2} ~ a+b/2 | (1,2) ~ (2,1) | (1,2) ~ [1,2] | 9 ~ 9 is not it | ,,, ~ ,,, | (1,2) ~ \{1,2\} | 1,2,3 ~ 1,2 |
-(1,2 ~ (1,3 | x<4 ~ x>4 | x<4 ~ x \le 4 | ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ | 9 ~ 9**9**9**9 | 9 ~ __import__('os')
+7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
+12500 ~ 12 | 1500 ~ (1,500) | 12345 ~ 1,2345 | 12345 ~ 12,34,5 | 1/3 ~ 0.3333333 | 3/8 ~ 8/3 |
+11/8 ~ 1 + 3 | 56 ~ 7 \cdot 8 | 78 ~ (7)(8) | 8 ~ 2^3 | 49 ~ 4² | 9 ~ 9 million | 9 ~ 9million |
+9 ~ 9 dozen | 9 ~ 9 hundred | 9 ~ 9\text{ hundred} | 9 ~ 9 billion | R-r ~ r-R | D ~ d | 0.5^3 ~ 2^3/4 |
+1 ~ - | 1/4 ~ /4 | f(1,2) ~ f(2,1) | 2x+1=y ~ 2x=1+y | $ ~ \text{} | 42! ~ 1 42! | \frac{3}{4}2 ~ 8 |
+\sin x=5 ~ \cos x=5 | 3 ~ x != 3 | 2ab ~ 2ba | 9 ~ 9\text{ thousand} | 9 ~ 10, 9 | 9 ~ \pm 9 |
+9 ~ 9 \approx 10 | 9 ~ 9 = 10 | 9 ~ 9, 9 | 8 ~ 2x = 8 | 0 ~ a + b = 0 | 8 ~ t \ge 8 | x=1,y=2 ~ x=2,y=1 |
+0.2% ~ 20% | 1/0 ~ 1 | 5\sqrt{7} ~ 35 | 5\sqrt[3]{7} ~ 7\sqrt[3]{5} | 4\sqrt{3} ~ \sqrt[3]{4} | 5 ~ 5\pi |
+5 ~ 5pi | 5 ~ 5xy | x^2 ~ x2 | x^{2}3 ~ x^{23} | \sin x\cos y ~ \sin y\cos x | \frac{a+b}{2} ~ a+b/2 |
+(1,2) ~ (2,1) | (1,2) ~ [1,2] | 9 ~ 9 is not it | ,,, ~ ,,, | (1,2) ~ \{1,2\} | 1,2,3 ~ 1,2 | (1,2 ~ (1,3 |
+x<4 ~ x>4 | x<4 ~ x \le 4 | x ≤ 4 ~ x ≥ 4 | x \le 4 ~ x \geq 4 | ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ |
+9 ~ 9**9**9**9 | 9 ~ __import__('os')
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
-so \boxed{4} ~ 4 | \boxed {4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} | \boxed{\boxed{4}} ~ 4 |
-\boxed{3} no, wait: \boxed{4} ~ 4 | \boxed{4} as 5 > 4 ~ 4 | \boxed{5}<answer>4</answer> ~ 4 | <answer>4</answer> ~ 4 |
-<answer>so \boxed{4}</answer> ~ 4 | <answer>3</answer><answer>4</answer> ~ 4 | #### 4 ~ 4 | \boxed{4} #### 5 ~ 4
+so \boxed{4} ~ 4 | \boxed {4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} |
+\boxed{\boxed{4}} ~ 4 | \boxed{3} no, wait: \boxed{4} ~ 4 | \boxed{4} as 5 > 4 ~ 4 |
+\boxed{5}<answer>4</answer> ~ 4 | <answer>4</answer> ~ 4 | <answer>so \boxed{4}</answer> ~ 4 |
+<answer>3</answer><answer>4</answer> ~ 4 | #### 4 ~ 4 | \boxed{4} #### 5 ~ 4
 """) + [("#### 3\n#### 4\nDone", "4"), ("####\n4", "4")]
-NOTHING = ["\\boxed{4", "\\boxed{3} hm \\boxed{4", "\\boxed{}", "\\boxed", "\\boxed{" + "4" * 20_000 + "}", "####", "",
-           "the answer is 4", "<answer>4", "<answer></answer>", None, 4]
-HOSTILE = ["\\boxed{", "\\boxed{1}", "<answer>", "####", "{", "}", "\\", "$", "1,", "1 ", "a=", "\\boxed{((((", " "]
-INSIDE = ["(", "1,", "1 ", "{1", "√", "√99991", "√999983*", "\\frac", "\\frac{1}{", "a=", "(a,", "<", "±1,", "x^", "9",
-          "+ ", "( )/", "/9e999", "(9e99x)", "1 ±(", "=,", "3 cm", "1,234%"]
+NOTHING = ["\\boxed{4", "\\boxed{3} hm \\boxed{4", "\\boxed{}", "\\boxed", "\\boxed{" + "4" * 20_000 + "}",
+           "####", "", "the answer is 4", "<answer>4", "<answer></answer>", None, 4]
+HOSTILE = ["\\boxed{", "\\boxed{1}", "<answer>", "####", "{", "}", "\\", "$", "1,", "1 ", "a=",
+           "\\boxed{((((", " "]
+INSIDE = ["(", "1,", "1 ", "{1", "√", "√99991", "√999983*", "\\frac", "\\frac{1}{", "a=", "(a,", "<", "±1,",
+          "x^", "9", "+ ", "( )/", "/9e999", "(9e99x)", "1 ±(", "=,", "3 cm", "1,234%"]
 
 def paid(answer, gold):
     return math_reward(f"Thus $\\boxed{{{answer}}}$.", gold)
@@ -62,11 +66,6 @@ def test_pays_the_same_answer_in_another_spelling(gold, answer):
 @pytest.mark.parametrize("gold, answer", UNEQUAL)
 def test_never_pays_another_answer(gold, answer):
     assert paid(answer, gold) == paid(gold, answer) == math_reward(f"<answer>{answer}</answer>", gold) == 0.0
-
-def test_equality_is_symmetric():
-    texts = [text for row in EQUAL + UNEQUAL for text in row]
-    others = random.Random(0).sample(texts, len(texts))
-    assert [paid(*row) for row in zip(texts, others)] == [paid(*row) for row in zip(others, texts)]
 
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
@@ -95,10 +94,12 @@ def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
 def test_a_number_in_any_of_its_spellings_equals_itself_and_not_its_neighbour():
     rng = random.Random(0)
     for _ in range(150):
-        n, d = rng.choice([-1, 1]) * rng.randrange(10 ** rng.randrange(1, 40)), rng.choice([1, 2, 4, 5, 7, 9, 1000])
+        n = rng.choice([-1, 1]) * rng.randrange(10 ** rng.randrange(1, 40))
+        d = rng.choice([1, 2, 4, 5, 7, 9, 1000])
         value, sign = Fraction(n, d), "-" if n < 0 else ""
         p, q, whole = abs(value).numerator, value.denominator, f"{int(value):,}"
-        spellings = [f"{n}/{d}", f"\\frac{{{n}}}{{{d}}}", f"{sign}\\dfrac{{{p}}}{{{q}}}", f"x = {sign} {p}/{q}"]
+        spellings = [f"{n}/{d}", f"x = {sign} {p}/{q}"]
+        spellings += [f"\\frac{{{n}}}{{{d}}}", f"{sign}\\dfrac{{{p}}}{{{q}}}"]
         if q == 1:
             spellings += [f"{value}.00", whole, whole.replace(",", "{,}"), f"\\${whole}", f"{value} units"]
         elif p > q:
@@ -114,7 +115,8 @@ def test_never_raises_and_pays_no_noise():
     alphabet += ["\\frac", "\\boxed{", "\\text{", "\\sqrt", "\\pm", "####", "9e999", "9e-999"]
     for _ in range(6000):
         text = "".join(rng.choices(alphabet, k=rng.randrange(40)))
-        assert {paid(text, "123.75"), math_reward(f"<answer>{text}</answer>", text), paid("123.75", text)} <= {0.0, 1.0}
+        own = math_reward(f"<answer>{text}</answer>", text)
+        assert {own, paid(text, "123.75"), paid("123.75", text)} <= {0.0, 1.0}
     assert not any(math_reward(junk, "7") for junk in (None, 7, b"\\boxed{7}", ["\\boxed{7}"], 7.0))
 
 def seconds(text, gold):
@@ -126,11 +128,14 @@ def test_linear_time_on_long_completions_and_bounded_time_on_any_answer():
     for piece, length in itertools.product(INSIDE, (400, 590, 5_300, 300_000)):
         assert seconds(f"\\boxed{{{piece * (length // len(piece))}7}}", "42" * 280) < 0.2, piece  # 0.02 here
 
-def test_gsm8k():
-    paths = [folder / "shared/gsm8k/test.jsonl" for folder in pathlib.Path(__file__).resolve().parents]
-    path = next((path for path in paths if path.exists()), None) or pytest.skip("no shared/gsm8k")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        gold = json.loads(line)["answer"]
-        number = int(extract_answer(gold).replace(",", ""))
-        assert readable(gold) and math_reward(gold, gold) == paid(f"{number:,}", gold) == 1.0
-        assert paid(f"{number + 1}", gold) == paid(f"{number}1", gold) == 0.0
+GSM8K = {  # as the data set has them: sums between << and >>, the answer on the last line
+    "Ann sells 9 * 2 = $<<9*2=18>>18 a day.\n#### 18": 18, "5 - 10 = <<5-10=-5>>-5\n#### -5": -5,
+    "It is 2 * 1,250 = <<2*1250=2500>>2,500.\n#### 2,500": 2500, "None.\n#### 0": 0,
+    "So 3 * 700,000 = $2,100,000\n#### 2,100,000": 2_100_000}
+
+@pytest.mark.parametrize("gold", GSM8K)
+def test_gsm8ks_answers(gold):
+    number = GSM8K[gold]
+    assert readable(gold) and math_reward(gold, gold) == 1.0
+    assert paid(f"{number:,}", gold) == paid(number, gold) == 1.0
+    assert paid(f"{number + 1}", gold) == paid(f"{number}1", gold) == paid(f"-{abs(number) + 1}", gold) == 0.0

@@ -22,7 +22,7 @@ import common
 import gspo
 import grpo
 import ppo
-from conftest import TINY, char_tokenizer, newest, refused, same, train
+from conftest import TINY, char_tokenizer, newest, refused, same, spy, sums, train, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("here")
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -30,7 +30,7 @@ STEADY = f"{TINY} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval
 CLOCK = {"seconds", "rollout_tokens_per_s", "update_tokens_per_s", "peak_memory_gb"}  # what no two runs share
 
 def rows(out):
-    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 def files(path):
     """Every file below `path` and what it holds."""
@@ -77,11 +77,15 @@ def test_processes_killed_at_a_random_moment_are_resumed_bit_equal():
     runs = {ppo: "", grpo: "--dtype bfloat16 --ref_every 3", gspo: "--beta 0.1 --offload_optimizer"}
     alive, last = {}, {}
     for script, more in runs.items():
-        command = f"{script.__file__} {flags} {more} --steps 100000 --device cpu --out {script.__name__}"
+        command = f"{flags} {more} --steps 100000 --device cpu --out {script.__name__}"
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        alive[script] = subprocess.Popen([sys.executable, *shlex.split(command)], env=environment)
+        alive[script] = subprocess.Popen(
+            [sys.executable, script.__file__, *shlex.split(command)], env=environment)
+    deadline = time.monotonic() + 120
     while alive:
-        time.sleep(os.urandom(1)[0] / 5000)
+        assert time.monotonic() < deadline, f"{[*alive]} save nothing"
+        time.sleep(pause := os.urandom(1)[0] / 5000)
+        print(f"killed {pause} s after the last look, if it has saved step 3")
         for script, child in list(alive.items()):
             assert child.poll() is None, "it ended by itself"
             if len(saved := checkpoints(script.__name__)) and int(saved[-1].name[5:]) > 2:
@@ -124,7 +128,7 @@ def test_a_kill_inside_a_save_loses_nothing(script, module, name, calls, spread,
     same_runs("whole", "part")
 
 def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_harm(spread, monkeypatch):
-    """step-9 beside step-10, a half-made checkpoint, rows of steps not saved, half a last row. args.json holds
+    """step-9 beside step-10, a half-made checkpoint, rows too many, half a last row. args.json holds
     all it held until it is replaced."""
     train(grpo, f"{STEADY} --steps 12", out="whole")
     train(grpo, f"{STEADY} --steps 9", out="part")
@@ -163,38 +167,68 @@ def test_a_full_disk_is_one_line_and_loses_nothing(file, spread, capsys):
     resume(grpo, "part", "--steps 3")
     same_runs("whole", "part")
 
-def press_ctrl_c(patch, module, name, call, times=1):
-    """When module.name is called for the `call`-th time."""
+def interrupt(patch, number, module, name, call, times=1):
+    """Send this process the signal when module.name is called for the `call`-th time."""
     real, count = getattr(module, name), itertools.count(1)
 
-    def pressed(*args, **kwargs):
+    def interrupted(*args, **kwargs):
         for _ in range(times * (next(count) == call)):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return real(*args, **kwargs)
-    patch.setattr(module, name, pressed)
+    patch.setattr(module, name, interrupted)
 
 @every_script
-@pytest.mark.parametrize("where", ["collect", "update"])
-def test_ctrl_c_finishes_and_saves_the_step_and_leaves_with_130(script, where, spread, monkeypatch, capsys):
+@pytest.mark.parametrize("where, number, status", [
+    ("collect", signal.SIGINT, 130), ("update", signal.SIGINT, 130), ("update", signal.SIGTERM, 143)])
+def test_a_signal_finishes_and_saves_the_step_and_leaves_with_its_status(
+        script, where, number, status, spread, monkeypatch, capsys):
+    """Ctrl-C, or SIGTERM, which Slurm and Kubernetes send before they kill: steps were lost."""
     train(script, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        press_ctrl_c(patch, script, where, 2)
+        interrupt(patch, number, script, where, 2)
         train(script, f"{STEADY} --steps 3", out="part")
-    assert left.value.code == 130 and newest("part").name == "step-2" and len(rows("part")) == 3
+    assert left.value.code == status and newest("part").name == "step-2" and len(rows("part")) == 3
     assert "--out part --resume" in capsys.readouterr().out
     resume(script, "part")
     same_runs("whole", "part")
 
 def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, monkeypatch, capsys):
     with monkeypatch.context() as patch, refused(capsys, "interrupted", status=130):
-        press_ctrl_c(patch, common, "score", 1)
+        interrupt(patch, signal.SIGINT, common, "rewards_of", 1)
         train(grpo, STEADY)
     assert len(resume(grpo, "run")) == 2
     before = files(newest())
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        press_ctrl_c(patch, grpo, "collect", 1, times=2)
-        resume(grpo, "run", "--steps 3")
-    assert left.value.code == 130 and files(newest()) == before and "Traceback" not in capsys.readouterr().err
+    for first in (signal.SIGINT, signal.SIGTERM):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+            interrupt(patch, signal.SIGINT, grpo, "update", 1)
+            interrupt(patch, first, grpo, "collect", 1)
+            resume(grpo, "run", "--steps 3")
+        assert left.value.code == 130 and files(newest()) == before
+        assert "Traceback" not in capsys.readouterr().err
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_old_one_goes(spread, monkeypatch):
+    """A loss of power keeps what was synced: without that a rename and a removal may come before the data."""
+    told, sync, rename, rmtree = [], os.sync, Path.rename, shutil.rmtree
+
+    def note_sync():
+        told.append(("synced", files("run/.unfinished")))
+        sync()
+
+    def note_rename(path, target):
+        told.append(("renamed", Path(target).name))
+        return rename(path, target)
+
+    def note_rmtree(path, *args, **settings):
+        told.append(("removed", Path(path).name))
+        return rmtree(path, *args, **settings)
+    train(ppo, f"{STEADY} --steps 1")
+    for holder, name, noted in ((os, "sync", note_sync), (Path, "rename", note_rename),
+                                (shutil, "rmtree", note_rmtree)):
+        monkeypatch.setattr(holder, name, noted)
+    resume(ppo, "run", "--steps 2")
+    order = [what for what, _ in told]
+    assert order[:4] == ["removed", "synced", "renamed", "renamed"], "of them the first is what a kill left"
+    assert told[1][1] == files("run/step-2") and told[2][1] == "step-2"
 
 # ---- What is the user's, whose --out it is, what cannot be resumed -------------------------------
 
@@ -214,22 +248,31 @@ def test_nothing_of_the_users_is_removed(spread):
     common.save_checkpoint(args, 5, char_tokenizer(), {}, {})
     assert {"step-5", "step-1000"} <= {path.name for path in Path("run").iterdir()}
 
-def test_of_runs_started_at_the_same_instant_each_has_its_own_out_or_is_refused(capsys, monkeypatch):
+def test_of_runs_started_in_the_same_second_each_has_its_own_out_or_is_refused(capsys, monkeypatch):
+    """`for s in 1 2 3; do python grpo.py --seed $s & done` lost all runs but one, by a name nobody gave."""
+    monkeypatch.setattr(time, "strftime", lambda form: form.split("%")[0] + "0101-000000")
+
     def starting(flags):
         barrier, found = threading.Barrier(8), []
+
+        def main(args):
+            found.append(args.out)
+            time.sleep(0.5)
+            Path(args.out, "mine").touch()  # so that one who comes later finds it taken
 
         def start():
             args = grpo.parse_args(shlex.split(flags))
             barrier.wait()
             with contextlib.suppress(SystemExit):
-                common.launch(lambda args: (found.append(args.out), time.sleep(1)), args)
+                common.launch(main, args)
         threads = [threading.Thread(target=start) for _ in range(8)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         return found
     assert starting("--out mine") == ["mine"] and capsys.readouterr().err.count("\n") == 7
     found = starting("")
-    assert len(set(found)) == len(found) > 0 and all(out.startswith("runs/grpo") for out in found)
+    assert len(set(found)) == len(found) == 8 and not capsys.readouterr().err
+    assert all(out.startswith("runs/grpo-0101-000000") for out in found)
 
 def test_a_run_is_continued_by_one_process_at_a_time(capsys):
     """By another one only when the first has ended, however it ended."""
@@ -269,6 +312,62 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(scri
         assert files("run") == before, what
     path.write_bytes(whole["optimizer.pt"])
     assert len(resume(script, "run", "--steps 2")) == 3
+
+def test_a_checkpoint_with_a_byte_changed_on_the_disk_is_refused(spread, capsys):
+    """One flipped byte resumed in silence and took accuracy from one half to 0: torch.load looks at no
+    checksum, but the file has one per record."""
+    train(grpo, f"{STEADY} --dtype bfloat16")
+    path = newest() / "optimizer.pt"
+    whole, master = path.read_bytes(), max(torch.load(path)["policy"]["masters"].values(), key=torch.numel)
+    inside = whole.index(master.numpy().tobytes()[:64])
+    before = files("run")
+    for place in (inside, inside + 1000, len(whole) // 2):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1:])
+        with refused(capsys, "--resume", "optimizer.pt"):
+            resume(grpo, "run", "--steps 2")
+    path.write_bytes(whole)
+    assert files("run") == before and len(resume(grpo, "run", "--steps 2")) == 3
+
+def test_damaged_metrics_of_a_checkpoint_are_one_line_before_any_training(spread, capsys, monkeypatch):
+    """They were a traceback after it."""
+    train(grpo, f"{STEADY} --steps 2")
+    path = newest() / "metrics.jsonl"
+    whole, calls = path.read_bytes(), spy(monkeypatch, grpo, "collect")
+    bytes_changed = whole[:40] + b"\xff\x00" + whole[42:]
+    for damaged in (None, whole[:-20], bytes_changed, b"[1, 2]\n", b"3\n", b"\n" + whole):
+        path.write_bytes(damaged or b"")
+        if damaged is None:
+            path.unlink()
+        before = files("run")
+        with refused(capsys, "--resume", "metrics.jsonl"):
+            resume(grpo, "run", "--steps 3")
+        assert files("run") == before, damaged
+    path.write_bytes(whole)
+    assert not calls and len(resume(grpo, "run", "--steps 3")) == 4
+
+@pytest.mark.parametrize("content", [
+    "[1, 2]", "3", "null", "", "{", "{}", '{"script": "grpo.py"}', b"\xff\xfe", None])
+def test_args_json_of_another_shape_is_one_line(content, capsys):
+    Path("run").mkdir()
+    if content is not None:
+        Path("run/args.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refused(capsys, "--resume", "--out run"):
+        grpo.parse_args("--resume --out run".split())
+
+def test_another_data_set_under_the_same_name_is_warned_about(spread, capsys):
+    """Rows more, fewer or changed: the table at the end would compare two data sets."""
+    write_jsonl("own.jsonl", sums(60))
+    train(grpo, f"{STEADY} --dataset own.jsonl")
+    changed = sums(60)
+    for row in changed:
+        row["answer"] = "#### 7"
+    for steps, (now, warned) in enumerate([(sums(60), 0), (sums(80), 1), (sums(80), 0), (changed, 1)], 2):
+        write_jsonl("own.jsonl", now)
+        capsys.readouterr()
+        resume(grpo, "run", f"--steps {steps}")
+        said = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+        assert len(said) == warned, steps
+        assert all(line.startswith("warning") and "--dataset own.jsonl" in line for line in said)
 
 def test_a_run_with_a_moving_reference_goes_on_without_one(spread):
     train(grpo, f"{STEADY} --beta 0.1 --ref_every 1")

@@ -48,7 +48,8 @@ def train(folder, world, patch):
 
 def result(out):
     """What a run logged, but for time and padding, its weights and Adam's moments, by name."""
-    found = {line[:10] + name: torch.tensor([1e-2, x]) for line in (out / "metrics.jsonl").open()
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {line[:10] + name: torch.tensor([1e-2, x]) for line in lines
              for name, x in json.loads(line).items() if not name.endswith(("seconds", "per_s", "padding"))}
     for model, state in torch.load(newest(out) / "optimizer.pt").items():
         for name, tensors in [("masters", state["masters"]), *state["adamw"]["state"].items()]:
@@ -64,9 +65,13 @@ def runs(world, tmp_path_factory):
         if folder != "one":
             subprocess.run(["git", "apply", patch], cwd=path / folder, check=True)
     for file in (path / "own").glob("*po.py"):
-        file.write_text(file.read_text().replace('["ids"])  #', '["ids"][common.RANK::common.WORLD])  #'))
-    how = f"-m torch.distributed.run --standalone --nproc_per_node=2 {__file__} {world} {path}/two {path}/own"
-    done = subprocess.run([sys.executable, *how.split()], capture_output=True, text=True, timeout=300)
+        text = file.read_text(encoding="utf-8")
+        assert text.count('["ids"])  # the denominator') == 1
+        text = text.replace('["ids"])  #', '["ids"][common.RANK::common.WORLD])  #')
+        file.write_text(text, encoding="utf-8")
+    how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
+    how += [world, path / "two", path / "own"]
+    done = subprocess.run(how, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     with pytest.MonkeyPatch.context() as patch:
         train(path / "one", world, patch)
@@ -84,7 +89,9 @@ def test_two_processes_train_as_one(folder, name, runs):
 
 def test_only_the_first_process_prints_and_writes(runs):
     assert runs[1].count("problems to train on") == 10 and runs[1].count("interrupted; go on with") == 2
-    assert all(len(list((runs[0] / "two" / name).iterdir())) == 4 for name in RUNS)  # .lock, args, metrics, step-2
+    for name in RUNS:
+        found = {path.name for path in (runs[0] / "two" / name).iterdir()}
+        assert found == {".lock", "args.json", "metrics.jsonl", "step-2"}
 
 if __name__ == "__main__":
     torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)

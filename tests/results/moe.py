@@ -3,8 +3,9 @@
     python tests/results/moe.py --out runs/moe    make the model, unless it is there; measure it and the toy
 
 The model is the toy, warmed up as in tests/toy/make.py, but a Qwen3-MoE: in place of each MLP it has 8
-experts of half the width, and a router picks 2 of them for each token. Measured is what a step of grpo.py does
-to the log-probs of its rollout: as it is; with the experts as chosen before the step (replay); the difference.
+experts of half the width, and a router picks 2 of them for each token. Measured is what a step of grpo.py
+does to the log-probs of its rollout: as it is; with the experts as chosen before the step (replay); the
+difference.
 """
 import argparse
 import copy
@@ -64,18 +65,18 @@ def compare(old, new, rollout):
 
 def measure(model):
     """Train as grpo.py does, from three seeds, and print what compare finds in the steps of MEASURED."""
-    args, found = grpo.parse_args(["--model", model]), {}
+    args, found = grpo.parse_args(["--model", model, "--out", "."]), {}
     start, tokenizer = common.load_policy(args)
-    common.settle(args, start)
-    problems, _ = common.load_problems(args, tokenizer)
+    common.resolve_defaults(args, start)
+    problems, _ = common.load_problems(args, tokenizer, common.answer_reward)
     for args.seed in range(3):
         policy = copy.deepcopy(start)
-        optimizer = common.Optimizer(policy, args.lr, args)
+        optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
         for step in range(1, max(MEASURED) + 1):
             torch.manual_seed(args.seed * 1_000_003 + step)
             batch, old = common.batch_of(problems, step, args), copy.deepcopy(policy)
             rollout, _ = grpo.collect(policy, start, tokenizer, batch, common.answer_reward, args)
-            grpo.update(policy, optimizer, rollout, args)
+            grpo.update(policy, optimizers, rollout, args)
             for what, value in compare(old, policy, rollout).items() if step in MEASURED else ():
                 found.setdefault(f"step {step:2}  {what}", []).append(float(value))
     for what, values in found.items():

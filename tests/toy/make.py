@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # the root of the repository
+sys.path += [str(HERE.parents[1]), str(HERE.parent / "results")]  # the root of the repository; sft.py
 import common  # noqa: E402
+import grpo  # noqa: E402
+import sft  # noqa: E402
 
 STEPS, LR = 1200, 6e-3  # of the warm-up
 WORKED, GUESSED = 17, 23  # rows a step with either habit
@@ -75,30 +76,21 @@ def draw(problems, rng):
     return pairs
 
 
-def as_batch(pairs, tokenizer):
-    """Pairs -> ids and attention (N, L), mask (N, T), padded on the right, as in common.py."""
-    prompts = tokenizer([question + "\n" for question, _ in pairs])["input_ids"]
-    texts = tokenizer([text + tokenizer.eos_token for _, text in pairs])["input_ids"]
-    rows = [torch.tensor(prompt + text) for prompt, text in zip(prompts, texts)]
-    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    mask = pad_sequence([torch.ones(len(text)) for text in texts], batch_first=True)
-    return {"ids": ids, "attention": (ids != tokenizer.pad_token_id).long(), "mask": mask}
+def as_ids(pairs, tokenizer):
+    """Pairs of texts -> (prompts, completions), lists of ids."""
+    questions, texts = zip(*pairs)
+    prompts = tokenizer([question + "\n" for question in questions])["input_ids"]
+    return prompts, tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]
 
 
 def warm_up(model, tokenizer, problems):
-    """Supervised training: the policy gradient, with given completions and advantage 1."""
+    """Supervised training on what was drawn."""
     rng = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99))
-    for step in range(STEPS):
-        batch = as_batch(draw(problems, rng), tokenizer)
-        loss = -common.token_logprobs(model, batch, 1.0).sum() / batch["mask"].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / 20, 1 - step / STEPS)
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"warm-up {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+    batches = [as_ids(draw(problems, rng), tokenizer) for _ in range(STEPS)]
+    args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
+    optimizer = common.Optimizer(model, LR, args)
+    optimizer.adamw = torch.optim.AdamW(optimizer.masters.values(), LR, betas=(0.9, 0.99))
+    sft.train(model, optimizer, batches, every=100)
 
 
 if __name__ == "__main__":

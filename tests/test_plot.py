@@ -1,0 +1,60 @@
+"""The pictures show what the runs logged, and the pushes are those of the scripts."""
+import importlib.util
+import subprocess
+import sys
+
+import plot
+import pytest
+import torch
+from conftest import ROOT
+
+def test_curves_are_means_and_ranges_at_the_steps_of_all_runs():
+    """A band from the lowest run to the highest cannot leave what is possible: no KL below 0."""
+    runs = [{0: {"kl": 1.0}, 2: {"kl": 2.0}, 4: {"kl": 7.0}},
+            {0: {"kl": 3.0}, 2: {"loss": 9.0}, 4: {"kl": 7.0}}]
+    assert plot.curve(runs, "kl") == ([0, 4], [2.0, 7.0], [1.0, 7.0], [3.0, 7.0])
+
+def test_lines_are_in_the_order_of_their_numbers():
+    names = ["16 completions", "2 completions", "none", "4 completions"]
+    assert sorted(names, key=plot.by_number) == ["2 completions", "4 completions", "16 completions", "none"]
+
+@pytest.mark.parametrize("flags", ["", "--of eval_sampled_accuracy --scale logit"])
+def test_curves_are_drawn_of_runs_that_have_begun(flags, tmp_path):
+    (tmp_path / "killed").mkdir()
+    runs = [*(ROOT / "tests" / "results").glob("ppo-seed*.jsonl"), tmp_path / "killed"]
+    program = [sys.executable, ROOT / "tests" / "plot.py"]
+    done = subprocess.run([*program, *runs, *flags.split(), "--out", tmp_path / "curves.png"],
+                          capture_output=True, text=True)
+    if importlib.util.find_spec("matplotlib"):
+        assert done.returncode == 0 and (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG", done.stderr
+    else:
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "pip install matplotlib" in done.stderr
+
+def test_the_first_group_of_all_four_kinds_is_shown():
+    """Groups of four: the second has right and wrong ones, worked out and guessed; so has the third."""
+    worked, guessed = "1+1=2\n#### 2", "#### 2"
+    texts = [guessed] * 4 + [guessed, worked, guessed, worked] + [worked, worked, guessed, guessed]
+    rewards = [1, 0, 0, 1] + [0, 0, 1, 1] + [1, 0, 1, 0]
+    rollout = {"texts": texts, "rewards": torch.tensor(rewards)}
+    right, wrong = {(True, True): 7, (True, False): 6}, {(False, True): 5, (False, False): 4}
+    assert plot.four_kinds(rollout, 4) == right | wrong
+
+def test_pushes_are_up_for_right_answers_down_for_wrong_ones_and_nothing_where_the_clip_holds():
+    """GSPO: all tokens of a completion alike, s A / |o|, or none: where a right one has s above 1.0004 and a
+    wrong one below .9997. GRPO: of one sign. PPO judges tokens: both signs may occur."""
+    question, shown = plot.measure_pushes(steps=2, prompts=16)
+    assert question.endswith("=?") and len(shown) > 2
+    held = 0
+    for kind, tokens, pushes, s in shown:
+        sign = 1 if kind.endswith("right") else -1
+        assert tokens[-1] == "∎" and ("\n" in tokens) == kind.startswith("worked")
+        assert all(len(pushes[name]) == len(tokens) for name in ("ppo", "grpo", "gspo"))
+        gspo = pushes["gspo"][0]
+        assert pushes["gspo"] == pytest.approx([gspo] * len(tokens))
+        assert (gspo == 0) == (s > 1.0004 if sign > 0 else s < 0.9997)
+        assert all(sign * push >= 0 for push in pushes["grpo"]) and sign * gspo >= 0
+        if gspo:  # the same A and |o|: their ratio is w / s, and the mean of log w is log s
+            assert 0.5 < pushes["grpo"][0] / gspo < 2
+        held += gspo == 0
+    assert 0 < held < len(shown)
