@@ -6,8 +6,8 @@ The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Ru
                 when something in it stops you.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
-completion), S of a prompt, T of a completion, M completion tokens of a batch, C tokens of a
-chunk, V vocabulary, H width of hidden states, D of an attention head; n, s, t parts of N, S, T.
+completion), S in a prompt, T in a completion, M completion tokens in a batch, C tokens in a chunk,
+V vocabulary, H width of a hidden state, D of a head. Of a part: n <= N, s <= S, t <= T.
 
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
@@ -65,8 +65,8 @@ def token_values(model, batch):
 
 def completion_states(model, batch):
     """Run the body of the model and find the states that predict the M completion tokens.
-    Returns where each token stands in (N, T), as a pair of indices (M,), the hidden states (M, H)
-    one position before the tokens, the only shift here, and the ids of the tokens (M,)."""
+    Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
+    position before it, which predicts it; and its id (M,). Nothing else is shifted."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
@@ -76,7 +76,7 @@ def completion_states(model, batch):
 
 def body_of(model):
     """Return the part of a model that makes hidden states; a critic is one itself."""
-    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4 does not name its body
+    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: base_model is not set
         return model.model
     return model.base_model
 
@@ -100,12 +100,12 @@ def output_head(model):
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     cap = cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
     weight = layer.weight
-    if not weight.is_cuda:  # no 16-bit product with a float32 result there: cast once
+    if not weight.is_cuda:  # a CPU cannot multiply 16 bits into float32: cast once
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return Head(weight, layer.bias, factor, cap)
 
 def head_logits(hidden, head, temperature=1.0):
-    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 is off by up to .07."""
+    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 ones err by .07."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     else:
@@ -115,18 +115,19 @@ def head_logits(hidden, head, temperature=1.0):
     if head.factor != 1:
         logits *= head.factor
     if head.cap is not None:
-        logits = logits.div_(head.cap).tanh_().mul_(head.cap)
+        logits.div_(head.cap).tanh_().mul_(head.cap)
     if temperature != 1:
         logits /= temperature
     return logits
 
 class ChunkedLogProbs(torch.autograd.Function):
     """log softmax(logits / temperature)[target], computed C tokens at a time.
-    The backward pass computes the logits again: memory holds (C, V) numbers, not several times
-    (M, V), for one more matrix product."""
+    The backward pass computes the logits again: one more matrix product, but memory holds (C, V)
+    numbers and not several times (M, V)."""
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head, temperature):
-        """(M, H), (V, H), (V,) or None, (M,) -> (M,); `head` is made of the same parameters."""
+        """(M, H), (V, H), (V,) or None, (M,) -> (M,). `head` has weight and bias too, but autograd
+        gives gradients to the arguments alone."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         ctx.C = 512 if hidden.is_cuda else 256
@@ -139,12 +140,12 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """d log p(target) / d logits = (onehot(target) - p) / temperature, grad (M,)."""
+        """From grad (M,): d log p(target) / d logits = (onehot(target) - p) / temperature."""
         hidden, weight, bias, target = ctx.saved_tensors
         head = ctx.head
         grad = grad * (head.factor / ctx.temperature)  # (M,)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: see grad_dtype
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             chunk = slice(start, start + ctx.C)
@@ -170,9 +171,10 @@ def minibatches(rollout, count, group_size, doing="update"):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding included, or one row.
+    """Cut a batch into micro-batches of one row or at most `tokens` positions with padding.
     Rows are sorted by length, so that there is little padding, and trimmed to the longest row. A
-    row that is 15 % shorter begins the next micro-batch, if this one is worth a pass already."""
+    row 15 % shorter begins the next micro-batch (a further pass costs less than its padding), if
+    this one has tokens / 16 already (else passes would be tiny)."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     completions = batch["mask"].sum(1).long()[order].tolist()
@@ -205,8 +207,8 @@ def rollout_values(model, rollout, args):
     return by_micro_batch(lambda b: token_values(model, b), rollout, args)
 
 def by_micro_batch(function, rollout, args):
-    """Apply `function` to the pieces that the update will train on, and put rows back in place.
-    In 16 bits a log-prob depends on the rows beside it by more than GSPO's clip range."""
+    """Apply `function` to the same micro-batches as update, and put rows back in place: in other
+    micro-batches a 16-bit log-prob rounds otherwise, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size, "log-probs"):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -216,7 +218,7 @@ def by_micro_batch(function, rollout, args):
 # ---- Optimiser ----
 class Optimizer:
     """AdamW on float32 copies (masters) of a model's weights, with warm-up and norm clipping.
-    At a learning rate of 1e-6 bfloat16 would round the update of 98 % of the weights away. In
+    With --lr 1e-6 and no masters, bfloat16 would round 98 % of the updates to 0. In
     float16 small gradients would become 0: the loss is multiplied by a scale, which halves when a
     gradient overflows and doubles after GROW_EVERY good steps (Micikevicius et al. 2018)."""
     GROW_EVERY = 200
@@ -232,12 +234,13 @@ class Optimizer:
             if weight.requires_grad:
                 weight.grad_dtype = torch.float32  # gradients of micro-batches are summed in it
                 self.weights[name] = weight
-                self.masters[name] = weight.detach().to(self.device, torch.float32)  # or itself
+                # No copy of a float32 weight on this device: its master is the weight itself.
+                self.masters[name] = weight.detach().to(self.device, torch.float32)
         self.float16 = any(weight.dtype == torch.float16 for weight in self.weights.values())
         self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
         self.good_steps = 0  # since the last overflow
         self.adamw = torch.optim.AdamW(
-            self.masters.values(), lr, betas=(0.9, 0.95),  # torch's .999 outlasts a short run
+            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps
             eps=eps, weight_decay=0.0, fused=True)
 
     def backward(self, loss):
@@ -290,7 +293,7 @@ class Optimizer:
         self.adamw.load_state_dict(state["adamw"])
         for name, master in self.masters.items():
             for tensor in (state["masters"][name], *self.adamw.state[master].values()):
-                if tensor.dim() > 0 and tensor.shape != master.shape:
+                if tensor.dim() > 0 and tensor.shape != master.shape:  # 0: AdamW's step count
                     raise ValueError(f"another shape of {name}")
         for name, master in self.masters.items():
             master.data.copy_(state["masters"][name])
@@ -311,7 +314,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = stop_ids(model, tokenizer)
     rows = [prompt for prompt in prompts for _ in range(group_size)]  # N prompts
-    if getattr(model, "sampled_by_transformers", False):
+    if getattr(model, "sampled_by_transformers", False):  # see check_model
         completions, _ = sample_with_transformers(model, rows, max_new_tokens, temperature, stop)
     else:
         sampler = Sampler(model, prompts, group_size, max_new_tokens, temperature, stop)
@@ -344,7 +347,7 @@ class KVCache:
     two things of a cache: update() and get_seq_length()."""
     def __init__(self, length):
         self.length = length
-        self.layers = []  # of each the keys and the values, (n, length, heads, D)
+        self.layers = []  # per layer [keys, values], each (N, length, heads, D)
         self.index = None  # where the next ones go: row (n, 1), position (n, s)
         self.width = None  # attention looks at so many positions
 
@@ -360,7 +363,7 @@ class KVCache:
         return shown
 
     def get_seq_length(self, *_):
-        """Return 0: models count positions from here, but are given position_ids."""
+        """Return 0; not used, as models are given position_ids."""
         return 0
 
     def repeat(self, count):
@@ -376,8 +379,8 @@ class KVCache:
 
 class Sampler:
     """Rows of completions that are being written, and the cache of what the model has read.
-    All changes are in place and no shape depends on a value, so that a CUDA graph can replay them.
-    """
+    Tensors change in place and their shapes are fixed within a token (next_token), so that a CUDA
+    graph can replay it; drop_finished changes shapes, between tokens."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         device = model.device
         self.model, self.group_size, self.temperature = model, group_size, temperature
@@ -395,7 +398,7 @@ class Sampler:
         self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
         self.position = self.prompt_lengths - 1  # (N,) of the last token
         self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
-        self.row = torch.arange(len(rows), device=device)  # (N,) made once: a graph makes nothing
+        self.row = torch.arange(len(rows), device=device)  # (N,) 0 ... N-1
         self.active = self.row  # (n,) the rows that are in the cache
 
     def run(self, max_new_tokens, cuda_graphs):
@@ -403,11 +406,11 @@ class Sampler:
         graph = Graph(self.next_token) if cuda_graphs and self.ids.is_cuda else None
         self.append(self.read_prompts())
         for t in progress(range(1, max_new_tokens), "sampling", "token"):
-            if t % 4 == 0:  # not at every token: to look at a value waits for the GPU
-                running = self.running[self.active].float().mean()
+            if t % 4 == 0:  # not at every token: reading a value waits for the GPU
+                running = self.running[self.active].float().mean().item()
                 if running == 0:
                     break
-                if running < 0.5:
+                if running < 0.5:  # not sooner: each new shape is recorded anew
                     self.drop_finished()
             if self.S + t > self.width:
                 self.width += self.width_step
@@ -459,7 +462,7 @@ class Sampler:
         self.position[self.active] += running.long()
         position = self.position[self.active]
         old = self.ids[self.active, position]
-        self.ids[self.active, position] = torch.where(running, token, old)
+        self.ids[self.active, position] = torch.where(running, token, old)  # finished: as it was
         self.running[self.active] = running & (token[:, None] != self.stop).all(1)
 
     def drop_finished(self):
@@ -478,11 +481,11 @@ class Graph:
         if shape == self.shape:
             self.graph.replay()
             return
-        self.step()  # first without a graph: libraries set themselves up, which none may hold
+        self.step()  # first without a graph: what libraries do once must not be in it
         self.graph, self.shape = torch.cuda.CUDAGraph(), shape
         with or_fail("this model cannot be recorded: give --no-cuda_graphs"):
-            with torch.cuda.graph(self.graph):  # an error here: the model waits for a value
-                self.step()  # noted down, not done
+            with torch.cuda.graph(self.graph):  # fails if the model reads a value
+                self.step()  # recorded, not run
 
 def draw(logits, temperature):
     """Draw one id a row from softmax(logits / temperature), (n, V) -> (n,); at 0 take the best.
@@ -490,7 +493,7 @@ def draw(logits, temperature):
     if temperature == 0:
         return logits.argmax(-1)
     cumulated = (logits / temperature).softmax(-1).cumsum(-1)  # (n, V)
-    u = 1 - torch.rand(len(logits), 1, device=logits.device)  # in (0, 1]: never an impossible id
+    u = 1 - torch.rand(len(logits), 1, device=logits.device)  # in (0, 1]: never an id of p = 0
     return torch.searchsorted(cumulated, u * cumulated[:, -1:]).squeeze(1)
 
 def round_up(n, step):
@@ -510,7 +513,7 @@ def attention_masks(model, positions, width):
     masks["sliding_attention"] = full.masked_fill(column <= query - window, -math.inf)
     chunk = getattr(config, "attention_chunk_size", None) or width
     masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # no window: full
     if not kinds <= masks.keys():
         raise ValueError(f"its layers are of another kind, {', '.join(kinds - masks.keys())}")
     return masks if len(kinds) > 1 else masks[kinds.pop()]
@@ -526,19 +529,19 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     attention = torch.tensor([[0] * (S - len(p)) + [1] * len(p) for p in prompts])
     own_settings = model.generation_config
     model.generation_config = transformers.GenerationConfig()  # else its top_k and the like act
-    head = output_head(model)._replace(factor=1.0, cap=None)  # the model has these behind it
-    unrounded = model.get_output_embeddings().register_forward_hook(  # draws from float32 logits
+    head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
+    hook = model.get_output_embeddings().register_forward_hook(  # draws from float32 logits
         lambda layer, inputs, output: head_logits(inputs[0][:, -1], head)[:, None])
     output = model.generate(
         ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
         max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
         do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
         return_dict_in_generate=True)
-    unrounded.remove()
+    hook.remove()
     model.generation_config = own_settings
     completions = []
     for written in output.sequences[:, S:].tolist():
-        ends = [t + 1 for t, token in enumerate(written) if token in stop]
+        ends = [t for t, token in enumerate(written, 1) if token in stop]
         completions.append(written[:ends[0]] if ends else written)
     return completions, output.logits
 
@@ -553,15 +556,15 @@ def means(logged):
         values = [stats[name] for stats in logged if name in stats]
         is_max = name.endswith("_max")
         for value in values:
-            if isinstance(value, tuple) == is_max:
+            is_pair = isinstance(value, tuple) and len(value) == 2
+            if is_pair == is_max:
                 raise TypeError(f'stats["{name}"] is {value!r}: give a pair (sum, count), or a '
                                 "number under a name that ends in _max")
         if is_max:
             result[name] = float(max(values))
-            continue
-        total = sum(total for total, _ in values)
-        count = sum(count for _, count in values)
-        result[name] = float(total / count)
+        else:
+            sums, counts = zip(*values)
+            result[name] = float(sum(sums) / sum(counts))
     return result
 
 def padding(batch):
@@ -595,17 +598,16 @@ def explained_variance(returns, values, mask):
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped, rows=32):
     """Measure how far rounding alone moves the ratio, on some rows of the first rollout.
-    They are scored again by a copy of the policy in twice the bits. Returns the deviation of
-    log(pi / pi_old), two log-probs that are rounded each on its own, for a token, and for its mean
-    over a completion. Warns where the clip range of what is `clipped`, a "token" or a "sequence",
-    is so narrow that rounding decides."""
+    They are scored again one at a time, in 16 bits by a float32 copy of the policy. Returns the
+    deviation of log(pi / pi_old) for a token, and of its mean over a completion: sqrt 2 times the
+    error found, as both log-probs are rounded. Warns where the clip range of what is `clipped`, a
+    "token" or a "sequence", is so narrow that rounding decides."""
     some = select(rollout, torch.arange(min(rows, len(rollout["mask"]))))
-    # A copy takes no more memory than the gradients, which are not there yet.
-    exact = copy.deepcopy(policy).to(torch.float64 if args.dtype == "float32" else torch.float32)
+    # The copy takes no more memory than gradients and moments, which are not there yet.
+    exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
     gaps = []
-    for b in micro_batches(some, args.micro_batch_tokens):
-        gap = token_logprobs(exact, b, args.temperature) - b["old_logp"]  # (n, t)
-        gaps += [row[:n] for row, n in zip(gap, b["mask"].sum(1).long())]
+    for b in micro_batches(some, 1):
+        gaps.append((token_logprobs(exact, b, args.temperature) - b["old_logp"])[0])  # (t,)
     tokens, sequences = torch.cat(gaps), torch.stack([gap.mean() for gap in gaps])
     noise = {"token": (2 * tokens.square().mean()).sqrt().item(),
              "sequence": (2 * sequences.square().mean()).sqrt().item()}
@@ -613,7 +615,7 @@ def ratio_noise(policy, rollout, args, clipped, rows=32):
         eps = getattr(args, name, math.inf)  # a fork may have neither
         if eps < 2 * noise[clipped]:
             print(f"warning: rounding in {args.dtype} moves the log of a {clipped}'s ratio by "
-                  f"{noise[clipped]:.1g}: --{name} {eps:g} clips by lot; give a wider one or a "
+                  f"{noise[clipped]:.1g}: --{name} {eps:g} clips at random; give a wider one or a "
                   "finer --dtype")
         if clipped == "sequence" and 0.1 <= eps < math.inf:
             print(f"warning: --{name} {eps:g} hardly ever clips a sequence; usually 3e-4 to .01")
@@ -621,7 +623,7 @@ def ratio_noise(policy, rollout, args, clipped, rows=32):
 
 def evaluate(policy, tokenizer, problems, reward, args):
     """Compute the share of right answers to held-out problems, greedily and in samples.
-    Of n = --eval_samples samples a problem, c of them right, also the unbiased
+    Where c of n = --eval_samples samples are right, the unbiased estimate is
     pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1). A reward of 1 or more is right."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation
     n = args.eval_samples
@@ -661,7 +663,7 @@ def progress(items, doing, unit):
 
 # ---- Models ----
 def load_model(kind, flag, args):
-    """Load the transformers `kind` that --`flag` names, without dropout, and its tokenizer."""
+    """Load the model (class `kind`) that --`flag` names, without dropout, and its tokenizer."""
     import transformers  # takes seconds: after the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -673,7 +675,7 @@ def load_model(kind, flag, args):
             output_loading_info=True, ignore_mismatched_sizes=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if tokenizer.vocab_size < 3:
+    if tokenizer.vocab_size < 3:  # made of no files: special tokens alone
         missing.append("tokenizer")
     if missing:
         fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
@@ -709,7 +711,8 @@ def resolve_and_check(args, policy, trained_models=1):
     size = policy.num_parameters()
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
-    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items())
+    settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
+                        if name not in ("script", "problems"))
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -717,11 +720,11 @@ def resolve_and_check(args, policy, trained_models=1):
 
 def resolve_defaults(args, policy):
     """Replace every default that is a dict by one of its values, by the model's size or --dtype."""
-    size = "toy" if policy.num_parameters() < 1_000_000 else "real"
+    kind = "toy" if policy.num_parameters() < 1_000_000 else "real"
     for name, value in vars(args).items():
         if isinstance(value, dict):
-            setattr(args, name, value[size if size in value else args.dtype])
-    if size == "toy":
+            setattr(args, name, value[kind if kind in value else args.dtype])
+    if kind == "toy":
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
     config = policy.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -735,14 +738,14 @@ def resolve_defaults(args, policy):
 
 def check_memory(args, size, trained_models):
     """Stop if `size` parameters do not fit the GPU, or their checkpoint the disk."""
-    per_model = 6 if args.offload_optimizer else 18  # bytes per parameter, with gradients
+    per_model = 6 if args.offload_optimizer else 18  # bytes: 2 + 4 of gradient, + 12
     held = size * per_model * trained_models
     if getattr(args, "beta", 0) > 0:  # a fork may have none
         held += size * 2  # the reference
     if args.device.startswith("cuda") and held > torch.cuda.mem_get_info(args.device)[1]:
         fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try "
              "--offload_optimizer, --beta 0")
-    saved = size * 14 * trained_models  # a 16-bit weight, its master and two moments
+    saved = size * 14 * trained_models  # bytes: weight 2, master 4, moments 8
     free = shutil.disk_usage(args.out).free
     if saved > free:
         fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
@@ -766,14 +769,15 @@ def check_model(model, args):
     own = model.eval()(ids, use_cache=False).logits[0, -T:]  # (T, V)
     states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
     start = time.perf_counter()
-    trained = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
+    in_training = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
+    in_training.sum().item()  # a GPU is done only now
     say_how_long(args, ids.numel() / (time.perf_counter() - start))
     problem = None
     if not own.isfinite().all():
         problem = f"has logits that are not finite in {args.dtype}"
     elif differ(head_logits(states[-T:], output_head(model)), own, close):
         problem = "changes its logits after the head"
-    elif differ(trained, states, close):
+    elif differ(in_training, states, close):
         problem = "is random or different in training mode"
 
     # As in sampling, token by token: by our sampler, or else by transformers'.
@@ -798,7 +802,7 @@ def sampling_problem(model, prompts, T, tolerance):
             for t in range(T):
                 logits.append(sampler.read_last() if t else sampler.read_prompts())
                 sampler.append(logits[-1])
-                sampler.width = sampler.cache.length
+                sampler.width = sampler.cache.length  # all of it: here the width need not grow
             completions = sampler.completions()
     except torch.OutOfMemoryError:
         raise
@@ -811,7 +815,7 @@ def sampling_problem(model, prompts, T, tolerance):
             return "has other logits token by token"
 
 def differ(ours, its, tolerance):
-    """Tell whether two tensors differ by over a share of the largest deviation from the mean."""
+    """Tell whether two tensors differ by over `tolerance` x the largest deviation in `its`."""
     scale = (its - its.mean(-1, keepdim=True)).abs().max()
     return not (ours.float() - its.float()).abs().max() <= tolerance * scale  # nan differs, too
 
@@ -819,7 +823,7 @@ def say_how_long(args, tokens_per_s):
     """Warn where the run may not end in a day: each token is sampled, scored and trained on."""
     evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
     tokens = args.prompts * args.group_size * args.max_new_tokens
-    step = tokens * (2 + 3 * args.epochs) / tokens_per_s
+    step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # backward = 2 forward
     if args.steps * step + (1 + args.steps / args.eval_every) * evaluation > 24 * 3600:
         print(f"warning: at {tokens_per_s:.0f} tokens/s an evaluation may take "
               f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
@@ -841,7 +845,7 @@ def load_problems(args, tokenizer, reward):
     needs_answer = reward is answer_reward
     train = prepare(train, tokenizer, args, "train on", needs_answer)
     held_out = prepare(held_out, tokenizer, args, "hold out", needs_answer)
-    warn_of_other_problems(train, args)
+    warn_if_changed(train, args)
     count = min(args.eval_problems, len(held_out))
     return train, random.Random(0).sample(held_out, count)
 
@@ -874,7 +878,7 @@ def read_splits(source):
                 if glob.has_magic(source):
                     raise ValueError("datasets reads [, * and ? in its name as a pattern")
             configs = datasets.get_dataset_config_names(source)
-            splits = datasets.load_dataset(source, "main" if "main" in configs else None)
+            splits = datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
         return {split: rows.to_list() for split, rows in splits.items()}
 
 def prepare(rows, tokenizer, args, use, needs_answer):
@@ -945,7 +949,7 @@ def prompt_ids(chats, tokenizer, args):
     with or_fail(f"--model {args.model}: its chat template fails"):
         try:
             texts = template(chats, add_generation_prompt=True, tokenize=False)
-        except Exception:  # mostly there is no system role: let the user say it
+        except Exception:  # often no system role: join it to the question
             for chat in chats:
                 if chat[0]["role"] == "system":
                     system = chat.pop(0)["content"]
@@ -954,9 +958,9 @@ def prompt_ids(chats, tokenizer, args):
         for chat, text in zip(chats, texts):
             if chat[-1]["content"].strip() not in text:
                 raise ValueError(f"it leaves out the question {chat[-1]['content']!r}")
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template put in its own
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template adds them
 
-def warn_of_other_problems(problems, args):
+def warn_if_changed(problems, args):
     """Warn if a resumed run has other problems than it began with; keeps their number and hash."""
     texts = "".join(problem["question"] + problem["answer"] for problem in problems)
     now = f"{len(problems)} with hash {zlib.crc32(texts.encode()):08x}"
@@ -989,7 +993,6 @@ def load_reward(args):
     model.eval()
     if model.config.num_labels != 1:
         fail(f"--reward_model {args.reward_model}: has {model.config.num_labels} labels, not one")
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     @torch.no_grad()
     def reward_model(problems, completions):
@@ -1002,9 +1005,6 @@ def load_reward(args):
                 ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
             else:
                 ids = tokenizer(problem["question"] + "\n" + text)["input_ids"]
-            if len(ids) > positions:
-                fail(f"--reward_model {args.reward_model}: a text of {len(ids)} tokens is over its "
-                     f"{positions} positions: lower --max_prompt_tokens or --max_new_tokens")
             ids = torch.tensor([ids], device=model.device)
             rewards.append(model(input_ids=ids).logits[0, 0])
         return rewards
@@ -1040,6 +1040,7 @@ def rewards_of(reward, problems, rollout):
 LONGEST = 600  # characters; longer answers are not read
 SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞": r"\infty",
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
+# \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
@@ -1057,12 +1058,13 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"^[^-+*/^=<>!0-9\\][^-+*/^=<>!\\]*(?:=|\\in\b)(?!.*=)", ""),  # f(3)=8 -> 8
     (r"^[0-9.]+[-+*/][-+*/0-9.]*=(?!.*=)", ""),  # 3+5=8 -> 8
 ]
-THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 1234
+THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 1234, not in brackets
 GROUP = re.compile(r"([(\[{])([^][(){}]*)([)\]}])")  # 2(x+(y)) -> (y)
 TERMS = re.compile(r".*=.*|[-+]*[^-+]+|[-+]+")  # 5-x+y -> 5, -x, +y
 NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8, 3/8, 0.5, .5
+# signs, number, rest, divisor; 2^3, 3!, 1:2 have no number in front; a lone sign is the rest
 TERM = rf"([-+]*(?=.))(?:({NUMBER})(?![0-9.^_!:]))?(.*?)(?:(?<=[^-+])/([1-9][0-9]*))?"
-DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # full-width: not split again
+DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # done: {1} is (1)
 
 def extract_answer(text):
     r"""Return the last <answer>...</answer> (in it the last box), or the last box, or the last
@@ -1084,9 +1086,7 @@ def extract_answer(text):
 def term(text):
     """Rewrite one term of a sum, its number exact and in front: '-6x/4' -> '-3/2 x'."""
     signs, number, rest, under = re.fullmatch(TERM, text).groups()  # '-', '6', 'x', '4'
-    value = Fraction(0)
-    for part in (number or "1").split():  # '1 3/8' is 1 + 3/8
-        value += Fraction(part)
+    value = sum(map(Fraction, (number or "1").split()))  # '1 3/8' is 1 + 3/8
     if under:
         value /= int(under)
     if signs.count("-") % 2 == 1:
@@ -1103,12 +1103,10 @@ def canonical(text):
         items = []
         for item in inside.split(","):
             if item:
-                terms = [term(each) for each in TERMS.findall(item)]
-                items.append("+".join(sorted(terms)))
-        if opening == "{":  # the order does not matter
-            done = opening + ";".join(sorted(items)) + closing
-        else:
-            done = opening + ",".join(items) + closing
+                items.append("+".join(sorted(map(term, TERMS.findall(item)))))
+        if opening == "{":  # a set: no order; its brackets become a tuple's, so ; tells it apart
+            items.sort()
+        done = opening + (";" if opening == "{" else ",").join(items) + closing
         text = text.replace(match[0], done.translate(DONE))  # GROUP does not find these again
     return text.strip("（）")  # (9) is 9
 
@@ -1120,9 +1118,8 @@ def forms(text):
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text)
-    as_list, as_number = text, re.sub(THOUSANDS, "", text)
-    readings = [as_list.replace("%", ""), as_list.replace("%", "/100"),
-                as_number.replace("%", ""), as_number.replace("%", "/100")]
+    readings = [reading.replace("%", percent) for reading in (text, re.sub(THOUSANDS, "", text))
+                for percent in ("", "/100")]
     return {(i, canonical(reading)) for i, reading in enumerate(readings)
             if re.search(r"\w", reading)}
 
@@ -1136,7 +1133,7 @@ def math_reward(completion, answer):
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
 
 def readable(answer):
-    """Tell whether a gold answer, given back as it stands, is paid."""
+    """Tell whether a gold answer, given as the completion, gets 1.0."""
     return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer)
 
 # ---- Command line ----
@@ -1170,7 +1167,7 @@ def by_dtype(float32, float16, bfloat16):
 count, count_or_zero = in_range(int, 1, 10 ** 9), in_range(int, 0, 10 ** 9)
 two_or_more = in_range(int, 2, 10 ** 9)  # a group of one has no deviation
 positive, positive_or_zero = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
-share = in_range(float, 0, 1)
+share = in_range(float, 0, 1)  # from 0 to 1
 switch = argparse.BooleanOptionalAction  # --name and --no-name
 
 def device(text):
@@ -1264,13 +1261,16 @@ def or_fail(message):
 WIDTH = 99  # columns of what is printed
 
 def launch(main, args):
-    """Run `main` in --out. What a user can mend is one line, all else a traceback."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every shape; each batch has one
+    """Run `main` in --out. An error that a user can fix is one line, others a traceback."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every new shape
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))
-    # Line by line also into a file; a terminal without UTF-8 gets escapes.
+    # Flush every line, into a file too; escape what the terminal's encoding does not have.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if args.device.startswith("cuda"):
+        index = torch.empty(0, device=args.device).device  # cuda has an index, too
+        torch.cuda.set_device(index)  # graphs are recorded on the current device
     lock, made = claim(args)
     try:
         main(args)
@@ -1280,9 +1280,9 @@ def launch(main, args):
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or "
              "--max_new_tokens (sampling), or give --offload_optimizer or --beta 0")
     finally:
-        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # of a full disk
+        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # after an error
         if made and os.listdir(args.out) == [".lock"]:
-            shutil.rmtree(args.out)  # nothing came of it
+            shutil.rmtree(args.out)  # nothing was saved
         lock.release()
 
 def claim(args):
@@ -1474,7 +1474,9 @@ class Logger:
                       f"{format_stats(stats, self.HELD_OUT)}")
         print(f"model and checkpoint  {checkpoints(self.args)[-1]}")
         print(f"metrics               {self.path}")
-        if stop.leaving:
+        if self.args.tensorboard:
+            self.board.close()
+        if stop.leaving and step_of(checkpoints(self.args)[-1]) < self.args.steps:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(stop.status)
 

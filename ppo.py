@@ -37,18 +37,18 @@ def parse_args(argv=None):
     add("--prompts", type=common.count, default=256, help="P: more make a steadier gradient")
     add("--group_size", type=common.count, default=1, help="G; PPO needs no group")
     add("--eps_low", type=common.share, default=0.2,
-        help="clip range below 1 (3); usually .1 to .3 for tokens, 3e-4 to .01 for sequences")
+        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
     add("--eps_high", type=common.positive, default=0.2,
-        help="clip range above 1 (3); as wide or wider")
+        help="clip range above 1 (3); eps_low or more")
     add("--beta", type=common.positive_or_zero, default=0.05,
-        help="weight of the KL (4); usually 0 to 0.1; 0 saves a model")
-    add("--gamma", type=common.share, default=1.0, help="discount (1); 1 where texts end")
-    add("--lam", type=common.share, default=0.95, help="(1): 0 trusts the critic, 1 rewards")
+        help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
+    add("--gamma", type=common.share, default=1.0, help="discount (1); usually 1: none")
+    add("--lam", type=common.share, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
     add("--whiten", action=common.switch, default=True, help="A to mean 0 and deviation 1")
     add("--eps_value", type=common.positive, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.positive_or_zero, default=0.1, help="weight of (5)")
-    add("--lr", type=common.positive, default=common.by_size(2e-4, 3e-6), help="of AdamW")
-    add("--value_lr", type=common.positive, default=common.by_size(1e-2, 3e-6), help="of critic")
+    add("--lr", type=common.positive, default=common.by_size(toy=2e-4, real=3e-6), help="of AdamW")
+    add("--value_lr", type=common.positive, default=common.by_size(1e-2, 3e-6), help="of V")
     add("--epochs", type=common.count, default=4, help="passes over a rollout; usually 1 to 4")
     add("--minibatches", type=common.count, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
@@ -58,8 +58,8 @@ def parse_args(argv=None):
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
 
-    The reward is paid at the last token, EOS or where the completion was cut. The penalty is a
-    constant: k1 in the reward has the gradient of KL(pi || pi_ref); in the loss it has none.
+    The reward is paid at the last token, EOS or where the completion was cut. The penalty is the
+    estimator k1: it works as a reward, but as a loss its gradient would be 0 on average.
     """
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
@@ -72,7 +72,7 @@ def gae(rewards, values, mask, gamma, lam):
     """Equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T), 0 outside mask."""
     values = values * mask  # V after the last token is 0: nothing is bootstrapped beyond the end
     advantages = torch.zeros_like(values)
-    running, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
         running = (delta + gamma * lam * running) * mask[:, t]             # (N,)              (1)
@@ -90,8 +90,8 @@ def policy_loss(logp, old_logp, adv, mask, args):
     """Equations (2) and (3), negated: the SUM over rows of row means, so that micro-batches add
     up to the same gradient; the caller divides by the rows of the whole optimiser step.
 
-    adv is (N, T) or (N, 1), all else (N, T). Log-ratios end at 20: e^20 is still finite. Returns
-    the loss, a float32 scalar, and statistics, pairs (sum, count) or a maximum: see common.means.
+    adv is (N, T) or (N, 1), all else (N, T); ref_logp may be None if beta is 0. Log-ratios are cut
+    at 20, so that exp is finite. Returns the loss, a scalar, and statistics: see common.means.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
@@ -99,7 +99,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
-    # takes the term without a clip, so that a step that went too far can be taken back.
+    # takes the term without a clip, so that a step the wrong way can be taken back.
     objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
     loss = -(objective * mask / lengths).sum()
     is_clipped = (clipped * adv < ratio * adv) * mask  # the min took the clipped term
@@ -117,8 +117,8 @@ def value_loss(values, old_values, returns, mask, args):
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward them, and compute what stays constant while
-    the rollout is trained on. Returns the rollout (see common.py) and statistics."""
+    """Sample G completions of each problem, reward them, and compute log-probs, by the same
+    passes as in update, and advantages. Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
                               args.temperature, args.cuda_graphs)
@@ -133,18 +133,18 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["adv"], rollout["returns"] = gae(
         rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    _, to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)  # V = 0: the rewards to come
+    _, to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)  # sums of rewards: V = 0
     stats |= common.explained_variance(to_go, rollout["values"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
-    """Passes x minibatches (an optimiser step each) x micro-batches (that fit in memory)."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
     logged, start = [], time.perf_counter()
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # the denominator, whatever the micro-batches
+            rows = len(minibatch["ids"])  # of all its micro-batches: the 1/N of (3)
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
@@ -166,7 +166,7 @@ def main(args):
     value = common.load_value(policy)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     models = {"policy": policy, "value": value, "reference": reference}
-    # eps as in Huang et al.
+    # eps of Adam as in Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
     start = common.load_checkpoint(args, models, optimizers)  # 0 unless --resume
@@ -174,20 +174,20 @@ def main(args):
     if start == 0:
         logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
     stop = common.StopSignal()
-    for step in common.steps(args, start, stop):  # each has a seed of its own
+    for step in common.steps(args, start, stop):  # each with its own seed; a signal ends it early
         step_start = time.perf_counter()
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, value, reference, tokenizer, batch, reward, args)
         if step == 1:
-            stats |= common.ratio_noise(policy, rollout, args, clipped="token")
-        stats |= update(policy, value, optimizers, rollout, args)          # pi leaves pi_old
+            stats |= common.ratio_noise(policy, rollout, args, clipped="token")  # of (2)
+        stats |= update(policy, value, optimizers, rollout, args)          # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         logger.log(step, stats, batch[0], rollout)
         if stop.requested() or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, models, optimizers)
-    logger.close(stop)
+    logger.close(stop)  # after a signal it exits
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

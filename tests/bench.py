@@ -24,9 +24,8 @@ plain      How many times faster (or smaller) than the plain way: transformers' 
 "rollout" samples P x G completions, all of T tokens, or "ragged": each token is the last with probability
 4/T, so that their mean length is T/4. "update" is a pass of forward, backward and optimiser over ragged rows,
 "padding" the share of computed positions without a token. "step" is all of it: sampling, log-probs of policy
-and reference, update, each with its share of the seconds. Over one of half the prompts it takes 2 times as
-long if time is proportional to work, less if a larger batch fills the machine better. Peak memory (GPU only)
-includes weights and optimiser.
+and reference, update, each with its share of the seconds. Peak memory (GPU only) includes weights and
+optimiser.
 """
 import argparse
 import contextlib
@@ -35,7 +34,6 @@ import importlib.util
 import math
 import statistics
 import sys
-import tempfile
 import time
 import unittest.mock
 from pathlib import Path
@@ -196,11 +194,11 @@ def update(bench):
     ours, plain = (stat["padding"] for stat in stats)
     bench.report("padding", 100 * ours, "%", None, plain / ours)
 
-def step(bench, P=None):
+def step(bench):
     """What grpo.py does in a step; the seconds of its parts."""
     def reward(problems, completions):
         return [float(len(text) % 2) for text in completions]
-    problems = [{"prompt": prompt} for prompt in bench.prompts[:P]]
+    problems = [{"prompt": prompt} for prompt in bench.prompts]
     began = time.perf_counter()
     batch, _ = grpo.collect(bench.model, bench.reference, bench.tokenizer, problems, reward, bench.args)
     collected = time.perf_counter()
@@ -209,54 +207,17 @@ def step(bench, P=None):
     return {"sampling": sampling, "log-probs": collected - began - sampling, "update": seconds}
 
 def whole_step(bench):
-    """Ragged rows, against a step with everything plain, a step of half the prompts, and TRL."""
+    """Ragged rows, against a step with everything plain, and TRL."""
     bench.stop_with(4 / bench.work["T"])
     ours = lambda: step(bench)  # noqa: E731
     took, ratio, (parts, plain), peaks = bench.race(ours, plainly(ours))
     bench.report("step", took, "s", None, ratio, peaks)
     for name, seconds in parts.items():
         bench.report(f"step, {name}", 100 * seconds / sum(parts.values()), "%", None, plain[name] / seconds)
-    _, half, _, _ = bench.race(ours, lambda: step(bench, bench.work["P"] // 2))
-    bench.report("step, over one of half the prompts", 1 / half, "x")
     if TRL:
-        took, ratio, length = trl_steps(bench)
+        from results.beside_trl import race
+        took, ratio, length = race(bench, ours)
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
-
-def trl_steps(bench):
-    """A rollout and its optimiser steps in TRL's GRPOTrainer with the same model, prompts, group, limit,
-    minibatches and KL term, and after each a step of ours. Seconds of ours, median ratio, mean length."""
-    import datasets
-    import trl
-    (P, G, _, T), args, rollouts, runs, lengths = bench.work.values(), bench.args, bench.pairs + 1, [], []
-    data = datasets.Dataset.from_dict({"prompt": bench.tokenizer.batch_decode(bench.prompts) * rollouts})
-
-    class TakeTurns(transformers.TrainerCallback):
-        began, steps = bench.clock(), 0
-
-        def on_step_end(self, *_, **__):
-            self.steps += 1
-            if self.steps % args.minibatches == 0:
-                bench.seconds(int)  # waits for the GPU
-                theirs = bench.clock() - self.began
-                runs.append((bench.seconds(lambda: step(bench))[0], theirs))
-                self.began = bench.clock()
-
-    def score(completions, completion_ids, **_):
-        lengths.extend(map(len, completion_ids))
-        return [float(len(ids) % 2) for ids in completion_ids]
-    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(None):
-        bench.model.save_pretrained(out)  # it loads the reference from where the model came
-        bench.model.config._name_or_path = out
-        config = trl.GRPOConfig(
-            output_dir=out, max_steps=rollouts * args.minibatches, steps_per_generation=args.minibatches,
-            per_device_train_batch_size=P * G // args.minibatches, num_generations=G, max_completion_length=T,
-            top_k=0, top_p=1.0, beta=args.beta, loss_type="grpo", learning_rate=1e-9, report_to="none",
-            bf16=bench.model.dtype == torch.bfloat16, gradient_checkpointing=args.gradient_checkpointing,
-            use_cpu=not bench.gpu, save_strategy="no", logging_strategy="no", disable_tqdm=True)
-        trl.GRPOTrainer(model=bench.model, args=config, train_dataset=data, reward_funcs=score,
-                        processing_class=bench.tokenizer, callbacks=[TakeTurns()]).train()
-    took, ratios = zip(*((ours, theirs / ours) for ours, theirs in runs[1:]))
-    return statistics.median(took), statistics.median(ratios), statistics.mean(lengths)
 
 def main(argv=None):
     parser = argparse.ArgumentParser(

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -21,11 +20,10 @@ import gspo
 import grpo
 import ppo
 from conftest import (LOOKS, TINY, char_tokenizer, newest, refused, same, save_judge, save_tiny, settings,
-                      spy, sums, tiny_model, tiny_tokenizer, train, write_jsonl)
+                      spy, sums, train, write_jsonl)
 
 pytestmark = pytest.mark.usefixtures("here")
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
-grpo_and_gspo = pytest.mark.parametrize("script", [grpo, gspo])
 
 def weights(out="run"):
     return load_file(newest(out) / "model.safetensors")
@@ -65,17 +63,15 @@ def test_a_device_that_torch_does_not_see_is_refused_as_that(script, capsys):
 
 def test_a_forks_flag_has_any_default_and_any_range(capsys):
     """A list of all names once held ranges: --entropy_coef with default 0.0 then "must be between 1e-09 and
-    1000000000". A fork's negative number, text or list is its own business."""
+    1000000000". A fork's range is its own business."""
     def parse(line):
         parser = common.parser("fork.py", "A fork.")
         parser.add_argument("--entropy_coef", type=float, default=0.0)
-        parser.add_argument("--targets", type=float, nargs=2, default=[-1.0, 1e12])
         common.add_args(parser)
         for name, default in {"prompts": 4, "minibatches": 1, "beta": 0.0}.items():
             parser.add_argument(f"--{name}", type=float, default=default)
         return common.parse(parser, line.split())
-    assert (parse("").entropy_coef, parse("").targets) == (0.0, [-1.0, 1e12])
-    assert parse("--entropy_coef -0.5 --targets -3 0").entropy_coef == -0.5
+    assert (parse("").entropy_coef, parse("--entropy_coef -0.5").entropy_coef) == (0.0, -0.5)
     with refused(capsys, "fork.py", "--entropy_coef"):
         parse("--entropy_coef much")
 
@@ -268,7 +264,8 @@ def test_the_defaults_are_those_of_the_papers_and_of_the_readmes_numbers():
     for script, given in ((grpo, {"beta": 0.04, "eps_low": 0.2, "eps_high": 0.2, "lr": 5e-4, "epochs": 1}),
                           (gspo, {"beta": 0.0, "eps_low": 3e-4, "eps_high": 4e-4, "lr": 5e-4, "gamma": 1.0}),
                           (ppo, {"beta": 0.05, "eps_low": 0.2, "eps_high": 0.2, "eps_value": 0.2, "lr": 2e-4,
-                                 "gamma": 1.0, "lam": 0.95, "vf_coef": 0.1, "epochs": 4, "whiten": True})):
+                                 "gamma": 1.0, "lam": 0.95, "vf_coef": 0.1, "epochs": 4, "whiten": True,
+                                 "group_size": 1})):
         args = vars(settings(script))
         assert {name: args[name] for name in given} == given
         assert (args["temperature"], args["seed"], args["steps"], args["minibatches"]) == (1.0, 0, 20, 4)
@@ -286,7 +283,7 @@ def test_the_toy_gives_the_same_sums_on_any_number_of_cores():
 
 @every_script
 def test_temperature_reaches_the_sampling_and_seed_reaches_the_samples(script, spread, monkeypatch):
-    """Near 0 a group is one greedy completion. There is but one problem, so that order cannot matter."""
+    """There is but one problem, so that order cannot matter."""
     Path("one").mkdir()
     [write_jsonl(f"one/{split}.jsonl", sums(1)) for split in ("train", "test")]
     calls = spy(monkeypatch, script, "collect")
@@ -327,26 +324,18 @@ def test_every_flag_of_the_objective_changes_what_is_learned(script, spread):
     assert [flags for flags in learned if same(learned[flags], learned[""])] == [*learned][:2]
 
 @every_script
-def test_memory_flags_change_neither_weights_nor_metrics_and_dtype_the_weights(script, spread, monkeypatch):
-    calls = spy(monkeypatch, script, "update")
-    runs = {"whole": "--no-gradient_checkpointing --micro_batch_tokens 100000 --dtype float32",
+def test_memory_flags_change_neither_weights_nor_metrics(script, spread):
+    runs = {"whole": "--no-gradient_checkpointing --micro_batch_tokens 100000",
             "cut": "--micro_batch_tokens 1", "again": "--gradient_checkpointing",
             "away": "--offload_optimizer --no-cuda_graphs"}
     base = f"{TINY} --steps 2 --prompts 4 --max_new_tokens 6 --beta 0.1 --minibatches 2 --lr 0.001"
     rows = {name: train(script, f"{base} {flags}", out=name)[-1] for name, flags in runs.items()}
-    assert [call.policy.is_activation_checkpointing for call in calls[::2]] == [False, False, True, False]
     for name, row in rows.items():
         for key, weight in weights("whole").items():
             torch.testing.assert_close(weights(name)[key], weight, rtol=1e-3, atol=3e-5)
         for key in "reward completion_length truncated entropy kl clip_frac ratio_max grad_norm".split():
             assert row[key] == pytest.approx(rows["whole"][key], rel=2e-3, abs=1e-5), key
     assert rows["cut"]["padding"] == 0 < rows["whole"]["padding"]
-    train(script, f"{base} --dtype bfloat16", out="half")
-    for out, dtype in (("whole", torch.float32), ("half", torch.bfloat16)):
-        state = torch.load(newest(out) / "optimizer.pt")["policy"]
-        moments = [moment for held in state["adamw"]["state"].values() for moment in held.values()]
-        assert {weight.dtype for weight in weights(out).values()} == {dtype}
-        assert {held.dtype for held in [*state["masters"].values(), *moments]} == {torch.float32}
 
 @every_script
 def test_a_run_asks_other_problems_at_every_step(script, spread, monkeypatch):
@@ -367,7 +356,7 @@ def test_beta_0_holds_no_reference_and_otherwise_it_is_the_frozen_model(script, 
     assert same(dict(reference.state_dict()), dict(start))
     assert not any(p.requires_grad for p in reference.parameters())
 
-@grpo_and_gspo
+@pytest.mark.parametrize("script", [grpo, gspo])
 @pytest.mark.parametrize("every, expected", [
     ("--ref_every 2", [1, 0, 1, 0, 1]), ("--ref_every 3", [1, 0, 0, 1, 0]), ("", [1, 0, 0, 0, 0])])
 def test_ref_every_m_refreshes_the_reference_after_m_steps(script, every, expected, spread, monkeypatch):
@@ -392,14 +381,6 @@ def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(
         assert state["param_groups"][0]["lr"] == pytest.approx(lr)
         assert {int(held["step"]) for held in state["state"].values()} == {taken}
 
-def test_the_last_rows_of_a_large_rollout_go_on_to_max_new_tokens(monkeypatch):
-    """Of 100 rows all but one are done at once. To stop when few go on would cut the longest completions."""
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    monkeypatch.setattr(common, "draw", lambda logits, _: torch.tensor([1] * (len(logits) - 1) + [5]))
-    rollout = common.generate(model, tokenizer, [[7, 8]] * 100, max_new_tokens=23)
-    assert rollout["mask"].sum(1).tolist() == [1] * 99 + [23]
-    assert rollout["finished"].tolist() == [True] * 99 + [False]
-
 @every_script
 def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, monkeypatch):
     """Evaluated before, every 2 steps and after; checkpoints of step 3 (which 5 replaces) and the last."""
@@ -415,17 +396,12 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
 def test_an_evaluation_is_of_the_policy_after_the_step_it_is_logged_with(script, spread, monkeypatch):
     """Resumed and whole runs would agree on "after 20 steps" for what is after 19."""
     states = {"update": [], "evaluate": []}
-
-    def note(module, name):
-        real = getattr(module, name)
-
-        def noted(policy, *rest):
+    for module, name in ((script, "update"), (common, "evaluate")):
+        def noted(policy, *rest, name=name, real=getattr(module, name)):
             result = real(policy, *rest)
             states[name].append({key: weight.clone() for key, weight in policy.state_dict().items()})
             return result
         monkeypatch.setattr(module, name, noted)
-    note(script, "update")
-    note(common, "evaluate")
     train(script, f"{TINY} --steps 2 --eval_every 1")
     assert len(states["evaluate"]) == 3 and same(states["evaluate"][1:], states["update"])
     assert not same(*states["evaluate"][:2])
@@ -433,22 +409,20 @@ def test_an_evaluation_is_of_the_policy_after_the_step_it_is_logged_with(script,
 @every_script
 def test_gradient_checkpointing_computes_every_layer_twice_of_critic_and_policy(script, spread, monkeypatch):
     """The weights come out alike either way, so that it might be off, as PPO's critic's once was."""
-    layer, runs = transformers.models.qwen3.modeling_qwen3.Qwen3MLP, {}
-    real_forward, real_update = layer.forward, script.update
+    layer, update = transformers.models.qwen3.modeling_qwen3.Qwen3MLP, script.update
+    forward = layer.forward
+
+    def counted_update(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lambda self, x: seen.update([id(self)]) or forward(self, x))
+            return update(*args)
+    monkeypatch.setattr(script, "update", counted_update)
+    counts = []
     for flag in ("--no-gradient_checkpointing", "--gradient_checkpointing"):
-        seen = runs[flag] = collections.Counter()
-
-        def forward(self, x):
-            seen[id(self)] += 1
-            return real_forward(self, x)
-
-        def update(*args):
-            with monkeypatch.context() as patch:
-                patch.setattr(layer, "forward", forward)
-                return real_update(*args)
-        monkeypatch.setattr(script, "update", update)
+        seen = collections.Counter()
         train(script, f"{TINY} {flag} --epochs 1", out=f"run{flag}")
-    once, twice = (sorted(seen.values()) for seen in runs.values())
+        counts.append(sorted(seen.values()))
+    once, twice = counts
     assert len(once) == (2 if script is ppo else 1) and twice == [2 * count for count in once]
 
 def test_offload_optimizer_holds_masters_and_moments_in_host_memory():
@@ -490,7 +464,6 @@ PPO_KEYS = {"value_loss", "value_grad_norm", "value_grad_clipped", "value_skippe
 
 @every_script
 def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatch):
-    """Means are over completion tokens and all rows: compared with the rollout and the model as it was."""
     calls = spy(monkeypatch, script, "collect")
     flags = f"{TINY} --beta 0.1 --prompts 5 --group_size 3 --minibatches 2 --max_new_tokens 12 --eval_every 9"
     _, row, last = train(script, f"{flags} --steps 2")
@@ -501,14 +474,7 @@ def test_metrics_hold_their_keys_and_what_was_sampled(script, spread, monkeypatc
     assert row["reward"] == pytest.approx(rollout["rewards"].mean().item()) and 0 <= row["padding"] < 0.5
     assert row["completion_length"] == pytest.approx(mask.sum(1).mean().item())
     assert row["truncated"] == pytest.approx(1 - rollout["finished"].float().mean().item())
-    assert row["ratio_max"] > 0 < row["grad_norm"] and row["grad_clipped"] in (0, 0.5, 1)
-    model = transformers.AutoModelForCausalLM.from_pretrained("model")
-    with torch.no_grad():
-        logp = model(rollout["ids"]).logits.log_softmax(-1)
-    surprises = [-logp[i, position - 1, rollout["ids"][i, position]]
-                 for i, end in enumerate(rollout["attention"].sum(1).tolist())
-                 for position in range(end - int(mask[i].sum()), end)]
-    assert row["entropy"] == pytest.approx(torch.stack(surprises).mean().item(), rel=1e-4)
+    assert row["ratio_max"] > 0 and row["grad_norm"] > 0 and row["grad_clipped"] in (0, 0.5, 1)
 
 class Board:
     """Stands in for torch.utils.tensorboard.SummaryWriter, whose package need not be installed."""
@@ -518,6 +484,9 @@ class Board:
 
     def add_scalar(self, name, value, step):
         self.points[name, step] = value
+
+    def close(self):
+        """Nothing to write out."""
 
 boards = []
 
@@ -535,49 +504,17 @@ def test_tensorboard_gets_the_same_numbers_at_the_same_steps(spread, monkeypatch
     assert written == logged
 
 @every_script
-def test_grad_clipped_is_about_max_grad_norm(script, spread):
-    for norm, clipped in ((1e-9, 1.0), (1e9, 0.0)):
-        row = train(script, f"{TINY} --max_grad_norm {norm}", out=f"run{norm}")[-1]
-        assert row["grad_clipped"] == row.get("value_grad_clipped", clipped) == clipped
-
-@every_script
 def test_seconds_are_those_of_sampling_and_training_not_of_the_evaluation(script, spread, monkeypatch):
-    """By a clock that goes 100 s while a rollout is collected, 200 in an update, 1,000 in an evaluation."""
-    clock = [0.0]
-
-    def now():
-        clock[0] += 1e-6
-        return clock[0]
-    monkeypatch.setattr(time, "perf_counter", now)
-
-    def costs(module, name, seconds):
-        real = getattr(module, name)
-
-        def slow(*args):
-            clock[0] += seconds
+    """By a clock that goes on by 1e4 s in a collect, by 2e4 in an update, by 1e6 in an evaluation."""
+    real_clock, added = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real_clock() + added[0])
+    for module, name, cost in ((script, "collect", 1e4), (script, "update", 2e4), (common, "evaluate", 1e6)):
+        def slow(*args, cost=cost, real=getattr(module, name)):
+            added[0] += cost
             return real(*args)
         monkeypatch.setattr(module, name, slow)
-    costs(script, "collect", 100)
-    costs(script, "update", 200)
-    costs(common, "evaluate", 1000)
     rows = train(script, f"{TINY} --steps 2 --eval_every 1")
-    assert [row["seconds"] for row in rows[1:]] == pytest.approx([300, 300], abs=1)
-
-@every_script
-def test_a_stat_that_is_no_pair_is_named(script, spread, monkeypatch):
-    """A fork that logged a tensor's mean once got its maximum over micro-batches, in silence."""
-    real = script.policy_loss
-
-    def policy_loss(*args):
-        loss, stats = real(*args)
-        return loss, stats | {"gap_max": torch.tensor(len(stats)), "my_stat": logged}
-    monkeypatch.setattr(script, "policy_loss", policy_loss)
-    for out, logged in (("float", 0.5), ("tensor", torch.tensor([0.5, 1.5]).mean())):
-        with pytest.raises(TypeError, match="my_stat.*sum, count.*_max"):
-            train(script, TINY, out=out)
-    logged = torch.tensor(3.0), torch.tensor(2)
-    row = train(script, TINY)[-1]
-    assert (row["my_stat"], row["gap_max"]) == (1.5, 3)
+    assert [row["seconds"] for row in rows[1:]] == pytest.approx([3e4, 3e4], abs=1000)
 
 # ---- What is printed
 
@@ -636,11 +573,6 @@ def test_a_run_needs_no_terminal(closed, spread, monkeypatch):
     monkeypatch.setattr(sys, closed, None)
     assert len(train(grpo, f"{TINY} --steps 2")) == 3
 
-def test_out_defaults_to_runs_the_scripts_name_and_the_time(spread):
-    args = gspo.parse_args(shlex.split(TINY))
-    common.launch(gspo.main, args)
-    assert re.fullmatch(r"runs/gspo-\d{4}-\d{6}", args.out) and newest(args.out).name == "step-1"
-
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     train(grpo, TINY)  # random weights hardly ever stop
     assert capsys.readouterr().out.count("warning: over half of the completions are cut off") == 1
@@ -664,12 +596,9 @@ def test_a_step_that_is_not_finite_is_skipped_whole_and_warned_about(script, spr
     assert [row["skipped"] for row in rows[1:]] == [0, 0, 1, 0] and not {"loss", "grad_norm"} & rows[3].keys()
     assert capsys.readouterr().out.count("warning: the gradient was not finite") == 1
     assert all(weight.isfinite().all() for weight in weights().values())
-    state = torch.load(newest() / "optimizer.pt")["policy"]["adamw"]["state"]
-    assert {int(held["step"]) for held in state.values()} == {3}
 
 def test_a_critics_step_that_is_not_finite_is_warned_about_too(spread, monkeypatch, capsys):
-    real = ppo.value_loss
-    monkeypatch.setattr(ppo, "value_loss", lambda *args: (real(*args)[0] * float("nan"), {}))
+    monkeypatch.setattr(ppo, "value_loss", lambda values, *rest: (values.sum() * float("nan"), {}))
     row = train(ppo, TINY)[-1]
     assert (row["skipped"], row["value_skipped"]) == (0, 1)
     assert capsys.readouterr().out.count("warning: the gradient was not finite") == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Recorder, Trainer, random_batch, settings, slopes, tensor64, tiny_model, train
+from conftest import ROOT, Recorder, random_batch, settings, slopes, tensor64, tiny_model, train
 
 import common
 
@@ -122,53 +122,14 @@ def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
     module.update(model, {"policy": recorder}, rollout, args)
     torch.testing.assert_close(recorder.gradients[0], expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
 
-@pytest.mark.parametrize("name, J", [("rloo", 0), ("dr_grpo", -4 / 8), ("dapo", -4), ("tpo", -4)])
-def test_how_rows_of_different_lengths_count(name, J, fork):
-    """A = 1, -1, 1, -1 on rows of 2, 8, 4 and 2 tokens, w = 1: by row 0, by token 2 - 8 + 4 - 2."""
-    module, mask = fork(name), (torch.arange(8) < torch.tensor([2, 8, 4, 2])[:, None]).double()
-    logp, adv = -mask, tensor64([[1], [-1], [1], [-1]])
-    args = settings(module, beta=0.0, max_new_tokens=8)
-    assert -module.policy_loss(logp, logp, None, adv, mask, args)[0].item() == pytest.approx(J)
-
 @pytest.mark.parametrize("name, expected", [
     ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),  # 1 - 0, 0 - 1/3: against the mean of the other three
-    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]), ("tpo", [1, -1, -1, -1])])
-def test_advantages_of_one_right_completion_in_four(name, expected, fork):
-    module = fork(name)
-    assert module.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == pytest.approx(expected)
+    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]), ("tpo", [1, -1, -1, -1]),
+    ("tpo", [1] + [0] * 15)])  # wrong ones, which were to be expected, teach nothing
+def test_advantages_of_one_right_completion_in_a_group(name, expected, fork):
+    module, G = fork(name), len(expected)
+    assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx(expected)
     assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
-
-def test_tpo_leaves_what_is_near_the_mean(fork):
-    """One right in 16: the mean is 1/16, and wrong ones, which were to be expected, teach nothing."""
-    assert fork("tpo").group_advantages(torch.eye(16)[0], 16).tolist() == [1] + [0] * 15
-
-@pytest.mark.parametrize("A, p, at, J", [
-    (1, 0.01, 0.5, 10), (1, 0.25, 0.6, 2), (1, 0.25, 0.4, 1.6), (1, 0.9, 0.99, 1.0541),
-    (-1, 0.25, 0.05, -0.25), (-1, 0.25, 0.0625, -0.25), (-1, 0.25, 0.1, -0.4)])
-def test_tpo_aims_at_sqrt_p_and_p_squared(A, p, at, J, fork):
-    """A good token of old probability p gains until sqrt(p), a bad one until p^2; A min(w, clip(w)), which
-    equals it for A > 0, would go on to -0.2 for the bad one at .05."""
-    logp = [tensor64([[math.log(x)]]) for x in (at, p)]
-    module = fork("tpo")
-    loss, _ = module.policy_loss(*logp, None, tensor64([[A]]), tensor64([[1]]), settings(module))
-    assert -loss.item() == pytest.approx(J, abs=1e-4)
-
-@pytest.mark.parametrize("A, J", [(1, 1.18136), (-1, -1.26280)])
-def test_gmpo_by_hand(A, J, fork):
-    """Log-ratios .6, -.1, .2, clip .4: exp((.4 - .1 + .2) / 3) for A > 0, and exp(.7 / 3) for A < 0,
-    where .6 is on the side that is not clipped."""
-    module, logp = fork("gmpo"), tensor64([[0.6, -0.1, 0.2]])
-    args = settings(module, beta=0.0)
-    loss, _ = module.policy_loss(logp, 0 * logp, None, tensor64([[A]]), torch.ones_like(logp), args)
-    assert -loss.item() == pytest.approx(J, abs=1e-5)
-
-@pytest.mark.parametrize("tau, at_three", [(1.0, 0.419974), (1.05, 0.388779), (4.0, 0.001341)])
-def test_sapo_has_slope_one_on_policy_and_fades(tau, at_three, fork):
-    """d/dw = 4 s (1 - s) with s = sigmoid(tau (w - 1)): 1 at w = 1 for every tau; at w = 3 by hand."""
-    module, w = fork("sapo"), tensor64([[1.0, 3.0]]).requires_grad_()
-    args = settings(module, beta=0.0, tau_pos=tau)
-    loss, _ = module.policy_loss(w.log(), 0 * w, None, tensor64([[1]]), torch.ones_like(w), args)
-    assert (-2 * torch.autograd.grad(loss, w)[0]).tolist()[0] == pytest.approx([1, at_three], abs=1e-6)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy(seed, fork):
@@ -176,6 +137,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(seed, fork):
     the bonus and of its gradient by the logits are those of -sum pi log pi, though pi is not pi_old; the mean
     gradient of -log pi, which one might write, is 0 where it is."""
     module = fork("entropy")
+    assert module.parse_args([]).entropy_coef == 0  # such a default was once refused
     torch.manual_seed(seed)
     z, old = torch.randn(2, 5).double()
     chance, z = old.softmax(0), z.requires_grad_()
@@ -193,24 +155,6 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(seed, fork):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     on_policy = (z.softmax(0).detach() * -z.log_softmax(0)).sum()
     assert torch.autograd.grad(on_policy, z)[0].abs().max() < 1e-12 < wanted.abs().max()
-
-def test_an_update_with_the_entropy_bonus_raises_the_entropy(fork):
-    """That of the whole softmax in the states of the rollout, where all rewards are equal. The flag's default
-    is 0 and does nothing: such a default was once refused."""
-    module = fork("entropy")
-    assert module.parse_args([]).entropy_coef == 0.0
-    gains = []
-    for coef in (0.0, 1.0):
-        trainer = Trainer(module, beta=0.0, entropy_coef=coef, group_size=32, temperature=0.3)
-        trainer.rollout["adv"] *= 0
-        states, entropies = trainer.rollout["attention"][:, 1:] > 0, []
-        for _ in range(2):
-            logp = (trainer.policy(trainer.rollout["ids"]).logits[:, :-1] / 0.3).log_softmax(-1)
-            entropies.append(-(logp.exp() * logp).sum(-1)[states].mean().item())
-            trainer.use_adam(lr=1e-3)
-            trainer.update()
-        gains.append(entropies[1] - entropies[0])
-    assert gains[0] == 0 and gains[1] > 0.02
 
 def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
     """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
@@ -285,12 +229,7 @@ def test_a_fork_is_small_and_says_what_it_is(name, fork):
               "entropy": "GRPO with an entropy"}
     assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))
 
-def test_data_parallel_training_is_a_small_patch_over_the_four_files():
-    lines = PATCHES["torchrun"].splitlines()
-    files = [line for line in lines if line.startswith(("--- a/", "+++ b/"))]
-    assert len(files) == 8 and sum(line[0] in "+-" for line in lines) <= 75 + len(files)
-
 def test_the_readme_names_every_fork_and_shows_one():
     readme = (ROOT / "README.md").read_text()
-    assert PATCHES and all(f"`{name}`" in readme for name in PATCHES)
-    assert any(patch in readme for patch in PATCHES.values())
+    shown = [name for name, patch in PATCHES.items() if patch in readme]
+    assert shown and all(name in shown or f"`{name}`" in readme for name in PATCHES)

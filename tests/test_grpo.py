@@ -1,14 +1,11 @@
 """GRPO beyond the worked numbers of test_equations.py: value and gradient against loops over single numbers,
-the gradient of an update from whole logits, collect, and the reference of a whole run."""
+and the gradient of an update from whole logits."""
 import math
-import random
 
 import pytest
 import torch
-import transformers
-from conftest import TINY, Trainer, loss_of, random_rows, refused, settings, slopes, spy, tensor64, train
+from conftest import Trainer, loss_of, random_rows, settings, slopes, tensor64
 
-import common
 import grpo
 import gspo
 
@@ -28,33 +25,9 @@ def surrogate(rows, eps_low, eps_high, beta=0.0, kl="k3"):
 # --- (1) advantages
 
 @pytest.mark.parametrize("script", [grpo, gspo])
-@pytest.mark.parametrize("P, G", [(3, 5), (5, 3), (4, 4)])
-def test_every_group_is_normalised_by_itself(script, P, G):
-    """The mean and the deviation are those of the row's own group, whatever the shape of the batch."""
-    rng = random.Random(P)
-    rewards, expected = [[rng.gauss(g, 1 + g) for _ in range(G)] for g in range(P)], []
-    for group in rewards:
-        mean = sum(group) / G
-        deviation = math.sqrt(sum((r - mean) ** 2 for r in group) / (G - 1))
-        expected += [(r - mean) / (deviation + 1e-4) for r in group]
-    adv = script.group_advantages(tensor64(rewards).flatten(), G)
-    torch.testing.assert_close(adv, tensor64(expected), rtol=1e-9, atol=0)
-
-@pytest.mark.parametrize("script", [grpo, gspo])
-@pytest.mark.parametrize("reward", [0.7, 0.1, 0.0, 1e6 + 0.3, -3.3])
-@pytest.mark.parametrize("G", [2, 3, 12])
-def test_only_equal_rewards_give_exactly_zero(script, reward, G):
-    """Equal is not close: rewards that differ by little keep their advantages, as do the neighbours."""
-    adv = script.group_advantages(torch.tensor([reward] * G + [1.0] + [0.0] * (G - 1)), G)
-    assert adv[:G].tolist() == [0.0] * G and (adv[G:] != 0).all()
-    close = script.group_advantages(tensor64([0.5, 0.5 + 1e-4]), 2)
-    torch.testing.assert_close(close, tensor64([-0.5, 0.5]) / (math.sqrt(0.5) + 1), rtol=1e-6, atol=0)
-
-@pytest.mark.parametrize("script", [grpo, gspo])
-def test_a_group_of_one_is_refused(script, capsys):
-    """The deviation of one reward is NaN."""
-    with refused(capsys, "--group_size"):
-        script.parse_args(["--group_size", "1"])
+def test_rewards_that_differ_by_little_keep_their_advantages(script):
+    adv = script.group_advantages(tensor64([0.5, 0.5 + 1e-4]), 2)
+    torch.testing.assert_close(adv, tensor64([-0.5, 0.5]) / (math.sqrt(0.5) + 1), rtol=1e-6, atol=0)
 
 def test_equal_prompts_stay_two_groups():
     """Rewards [1, 0, 0, 0] and [1, 1, 1, 0] of one problem drawn twice are normalised apart."""
@@ -90,35 +63,7 @@ def test_value_gradient_and_statistics_equal_a_float_loop(beta, kl, seed, spread
     assert [float(x) for x in stats["clip_frac"]] == [clipped, 18]
     assert stats["ratio_max"].item() == pytest.approx(largest)
 
-def test_doubling_the_advantage_doubles_the_gradient_and_leaves_the_clip_boundary():
-    """The advantage scales the push; how far a token may go is a matter of eps alone."""
-    logp = torch.linspace(-0.6, 0.6, 49).double()[None]
-    rows = {"logp": logp, "old_logp": 0 * logp, "ref_logp": None, "mask": torch.ones_like(logp)}
-    args, advantages = settings(grpo, beta=0.0), tensor64([0.7, 1.4])
-    once, twice = (loss_of(grpo, rows | {"adv": A.view(1, 1)}, args)[1] for A in advantages)
-    torch.testing.assert_close(twice, 2 * once, rtol=1e-12, atol=0)
-    assert torch.equal(once == 0, logp > math.log(1.2))
-
-# --- (4) KL
-
-@pytest.mark.parametrize("kl", ["k3", "wk3"])
-def test_moving_away_from_the_reference_raises_the_penalty(kl):
-    """It is 0 at the reference, never negative, and grows to both sides."""
-    for sign in (1, -1):
-        gaps, zero = sign * torch.arange(20)[:, None].double() / 10, torch.zeros(20, 1).double()
-        rows = {"logp": gaps, "old_logp": gaps, "ref_logp": zero, "adv": zero, "mask": zero + 1}
-        parts, args = [{name: x[[i]] for name, x in rows.items()} for i in range(20)], settings(grpo, kl=kl)
-        penalties = [loss_of(grpo, part, args)[0].item() for part in parts]
-        assert penalties[0] == 0 and all(a < b for a, b in zip(penalties, penalties[1:]))
-
-def test_every_token_has_its_own_kl():
-    """The gradient of a token is that of its own gap, not of its row's."""
-    gaps, row = tensor64([[0.0, 0.5, -1.0]]), tensor64([[-1.0, -2.0, -3.0]])
-    rows = {"logp": row, "old_logp": row, "ref_logp": row + gaps, "adv": 0 * gaps, "mask": torch.ones(1, 3)}
-    _, gradient, _ = loss_of(grpo, rows, settings(grpo, beta=1.0))
-    torch.testing.assert_close(gradient, (1 - gaps.exp()) / 3, rtol=1e-12, atol=1e-15)
-
-# --- update and whole runs
+# --- update
 
 def test_the_gradient_of_an_update_from_whole_logits():
     """A row at a time, without common.py and policy_loss: temperature, shift, row means, the mean of rows."""
@@ -135,28 +80,3 @@ def test_the_gradient_of_an_update_from_whole_logits():
     [gradient], stats = trainer.gradients(rollout)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
     assert stats["loss"] == pytest.approx(-J.item(), rel=1e-5) and stats["clip_frac"] > 0.05
-
-def test_one_update_per_rollout_has_ratio_one_loss_zero_and_a_gradient():
-    """With one minibatch and one pass nothing is clipped, and the advantages of a group cancel."""
-    trainer = Trainer(grpo, beta=0.0, group_size=4)
-    gradient, stats = trainer.gradients(trainer.rollout)
-    assert abs(stats["loss"]) < 1e-6 and stats["clip_frac"] == 0
-    assert stats["ratio_max"] == pytest.approx(1, abs=1e-6) and gradient.norm() > 1e-2
-
-ITERATIVE = TINY + " --steps 6 --minibatches 2 --epochs 2 --beta 0.04"
-
-def test_the_reference_is_refreshed_every_ref_every_steps(here, spread):
-    """3 refreshes, 6 rollouts, 6 x 2 x 2 optimiser steps. The KL is 0 right after a refresh only: what was
-    copied shares no storage with the policy."""
-    kl = [row["kl"] for row in train(grpo, ITERATIVE + " --ref_every 2")[1:]]
-    assert len(kl) == 6 and max(kl[0::2]) < 1e-6 and min(kl[1::2]) > 1e-5
-    assert torch.load("run/step-6/optimizer.pt")["policy"]["steps_taken"] == 24
-
-def test_without_ref_every_the_reference_stays_and_without_beta_there_is_none(here, spread, monkeypatch):
-    """The reference is the model as it was loaded, however far the policy has moved."""
-    collected = spy(monkeypatch, grpo, "collect")
-    kl = [row["kl"] for row in train(grpo, ITERATIVE)[1:]]
-    start = transformers.AutoModelForCausalLM.from_pretrained("model").parameters()
-    assert all(map(torch.equal, collected[-1].reference.parameters(), start))
-    assert kl[0] < 1e-6 and min(kl[1:]) > 1e-5
-    assert "kl" not in train(grpo, TINY + " --beta 0", out="two")[1] and collected[-1].reference is None

@@ -4,7 +4,6 @@ import itertools
 import random
 import re
 import timeit
-from fractions import Fraction
 
 import pytest
 
@@ -25,7 +24,7 @@ EQUAL = pairs(r"""
 (1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
 x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x \geq 4 | x \le 4 ~ x \leqslant 4 |
 1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 100,200 ~ 200, 100 | 312_5 ~ 312_{5} |
-\text{(D)} ~ D | \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2
+\text{(D)} ~ D | \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | -11/8 ~ -1\frac{3}{8}
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
@@ -72,7 +71,9 @@ def test_extract_answer():
     assert [extract_answer(completion) for completion in NOTHING] == [None] * len(NOTHING)
 
 def test_gold_in_any_form_readable_or_not():
-    for gold in ("42", 42, "#### 42", "6*7\n#### 42", "so \\boxed{42}", "<answer>42</answer>"):
+    """The fourth is in the form of GSM8K."""
+    for gold in ("42", 42, "#### 42", "6*7 = $<<6*7=42>>42.\n#### 42", "so \\boxed{42}",
+                 "<answer>42</answer>"):
         assert readable(gold) and math_reward("\\boxed{42}", gold) == 1.0
         assert not any(math_reward(text, gold) for text in ("\\boxed{43}", "The answer is 42", "42"))
     texts = (None, "", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
@@ -85,29 +86,11 @@ def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
     rules = [*common.SPELLINGS, (common.THOUSANDS, "")]
     for (pattern, new), line in zip(rules, [*lines, re.search("THOUSANDS = .*", source)[0]], strict=True):
         before, _, after = line.rpartition("  # ")[2].partition(" -> ")
-        assert re.sub(pattern, new, before).strip() == after, line
+        assert re.sub(pattern, new, before).strip() == after.partition(", not in")[0], line
     assert common.GROUP.search("2(x+(y))")[0] == "(y)" and common.TERMS.findall("5-x+y") == ["5", "-x", "+y"]
     for function in (extract_answer, common.term, common.canonical):
         examples = re.findall("'([^']*)' -> '([^']*)'", function.__doc__)
         assert examples and all(function(before) == after for before, after in examples), examples
-
-def test_a_number_in_any_of_its_spellings_equals_itself_and_not_its_neighbour():
-    rng = random.Random(0)
-    for _ in range(150):
-        n = rng.choice([-1, 1]) * rng.randrange(10 ** rng.randrange(1, 40))
-        d = rng.choice([1, 2, 4, 5, 7, 9, 1000])
-        value, sign = Fraction(n, d), "-" if n < 0 else ""
-        p, q, whole = abs(value).numerator, value.denominator, f"{int(value):,}"
-        spellings = [f"{n}/{d}", f"x = {sign} {p}/{q}"]
-        spellings += [f"\\frac{{{n}}}{{{d}}}", f"{sign}\\dfrac{{{p}}}{{{q}}}"]
-        if q == 1:
-            spellings += [f"{value}.00", whole, whole.replace(",", "{,}"), f"\\${whole}", f"{value} units"]
-        elif p > q:
-            spellings += [f"{sign}{p // q}\\frac{{{p % q}}}{{{q}}}"]
-        gold, answer = rng.choice(spellings), rng.choice(spellings)
-        assert paid(answer, gold) == 1.0, (gold, answer)
-        for other in (value + 1, value - 1, value + Fraction(1, q), value * 10, -value - 1):
-            assert value == other or paid(f"{other}", gold) == 0.0, (gold, other)
 
 def test_never_raises_and_pays_no_noise():
     rng = random.Random(0)
@@ -127,15 +110,3 @@ def test_linear_time_on_long_completions_and_bounded_time_on_any_answer():
         assert seconds(piece * 200_000, "42") < max(0.02, 30 * seconds(piece * 20_000, "42")), piece
     for piece, length in itertools.product(INSIDE, (400, 590, 5_300, 300_000)):
         assert seconds(f"\\boxed{{{piece * (length // len(piece))}7}}", "42" * 280) < 0.2, piece  # 0.02 here
-
-GSM8K = {  # as the data set has them: sums between << and >>, the answer on the last line
-    "Ann sells 9 * 2 = $<<9*2=18>>18 a day.\n#### 18": 18, "5 - 10 = <<5-10=-5>>-5\n#### -5": -5,
-    "It is 2 * 1,250 = <<2*1250=2500>>2,500.\n#### 2,500": 2500, "None.\n#### 0": 0,
-    "So 3 * 700,000 = $2,100,000\n#### 2,100,000": 2_100_000}
-
-@pytest.mark.parametrize("gold", GSM8K)
-def test_gsm8ks_answers(gold):
-    number = GSM8K[gold]
-    assert readable(gold) and math_reward(gold, gold) == 1.0
-    assert paid(f"{number:,}", gold) == paid(number, gold) == 1.0
-    assert paid(f"{number + 1}", gold) == paid(f"{number}1", gold) == paid(f"-{abs(number) + 1}", gold) == 0.0

@@ -67,11 +67,11 @@ FAULTS = {"ppo grpo gspo": [
     ("type=common.two_or_more, default=8", "type=common.count, default=8", "cli: out_of_range"),
 ], "grpo": [
     ("log_x.exp() - log_x - 1", "-log_x", "equations: grpo_k3"),  # k1 as a loss: no gradient on average
-    ("log_x.exp() - log_x - 1", "log_x.mean(1, keepdim=True).exp() - log_x - 1", "grpo: own_kl"),
-    ("objective - args.beta * kl", "objective + args.beta * kl", "grpo: moving_away"),
+    ("log_x.exp() - log_x - 1", "log_x.mean(1, keepdim=True).exp() - log_x - 1", "grpo: float_loop"),
+    ("objective - args.beta * kl", "objective + args.beta * kl", "grpo: float_loop"),
     ("kl = kl * log_ratio.clamp(max=20).exp()", "kl = kl", "equations: forward_kl"),
     ("default=0.04", "default=0.4", "cli: defaults_are"),
-    ("by_size(5e-4, 1e-6)", "by_size(5e-6, 1e-6)", "cli: defaults_are"),
+    ("by_size(toy=5e-4,", "by_size(toy=5e-6,", "cli: defaults_are"),
 ], "gspo": [
     ("log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)", "equations: test_2"),
     ("= ratio.detach() *", "= ratio *", "equations: gspo_token"),
@@ -108,8 +108,8 @@ FAULTS = {"ppo grpo gspo": [
     ("        begin = end", "        begin = max(begin + 1, end - 1)", "batching: within_the_budget"),
     ("groups.tensor_split(count)", "groups.flatten().tensor_split(count)", "batching: keep_groups"),
     ('result[b["row"], :b', 'result[b["row"].sort()[0], :b', "batching: put_back"),
-    ("total = sum(total for total, _ in values)", "total = values[-1][0]", "batching: weighted"),
-    ("if not isinstance(value, tuple) or len(value) != 2:", "if False:", "cli: no_pair and grpo"),
+    ("sum(sums) /", "sums[-1] /", "batching: weighted"),
+    ("if is_pair == is_max:", "if False:", "batching: no_pair"),
     ("/ tokens,  # est", "/ mask.numel(),  # est", "batching: leave_padding_out"),
     ('1 - rollout["finished"]', 'rollout["finished"]', "batching: leave_padding_out"),
     ('f"{args.seed} {turn}"', 'f"{args.seed}"', "batching: every_problem_once"),
@@ -122,7 +122,7 @@ FAULTS = {"ppo grpo gspo": [
     ('self.steps_taken = state["steps_taken"]', "pass", "batching: goes_on"),
     ("weight.grad /= self.loss_scale", "pass", "batching: small_gradients"),
     ("self.loss_scale /= 2", "pass", "batching: overflow"),
-    ("(norm > self.args.max_grad_norm, 1)", "(norm > 1.0, 1)", "cli: grad_clipped and grpo"),
+    ("(norm > self.args.max_grad_norm, 1)", "(norm > 1.0, 1)", "batching: equals_adamw"),
     ('"cpu" if args.offload_optimizer else model.device', "model.device", "cli: offload"),
     ("if args.gradient_checkpointing:", 'if args.gradient_checkpointing and hasattr(model, "lm_head"):',
      "cli: every_layer_twice and ppo"),
@@ -139,7 +139,7 @@ FAULTS = {"ppo grpo gspo": [
      "sampling: one_cache"),
     ("return head_logits(hidden[row, last], self.head)",
      "return head_logits(hidden[row, last], self.head).to(hidden.dtype).float()", "sampling: unrounded"),
-    ("                if running == 0:\n", "                if running < 0.05:\n", "cli: large_rollout"),
+    ("                if running == 0:\n", "                if running < 0.05:\n", "sampling: large_rollout"),
     ("(self.position + 1).tolist()", "(self.position + self.running).tolist()",
      "sampling: first_stop"),  # no EOS
     ("[torch.ones_like(row) for row in rows]", "[(row > 1).long() for row in rows]", "sampling: first_stop"),
@@ -173,7 +173,7 @@ FAULTS = {"ppo grpo gspo": [
     ("    if saved > free:", "    if False:", "cli: without_room"),
     ("2 * saved > free and args.save_every < args.steps and not args.resume", "2 * saved > free",
      "cli: small_disk"),
-    ("positions - args.max_new_tokens)", "positions - args.max_new_tokens - 1)", "data: its_room"),
+    ("positions - args.max_new_tokens)", "positions - args.max_new_tokens - 1)", "cli: leave_room"),
     ("random.Random(question)", "random.Random(str(row))", "data: lone_file"),
     ("random.Random(0).sample(held_out, count)", "held_out[:count]", "data: a_sample_of"),
     ('"main" if "main" in configs else None', "None", "data: configurations"),
@@ -203,8 +203,7 @@ FAULTS = {"ppo grpo gspo": [
     ("|[$°]|", "|[$]|", "math_reward: pays_the_same"),
     ("(?=[0-9]{3}(?![0-9]))", "(?=[0-9]{3})", "math_reward: never_pays"),
     ("|\\b(?:and|or)\\b|", "|\\b(?:and)\\b|", "math_reward: pays_the_same"),
-    ('list.replace("%", "/100"),\n                as_number.replace("%", ""), as_number.replace("%", "/100")',
-     'list.replace("%", "/100", 1), "", as_number.replace("%", "/100", 1)', "math_reward: pays_the_same"),
+    ('reading.replace("%", percent)', 'reading.replace("%", percent, 1)', "math_reward: pays_the_same"),
     ("(?<=\\\\[lg]e)q(?:slant)?", "(?<=\\\\le)q(?:slant)?", "math_reward: pays_the_same"),
     # runs and checkpoints
     ("args.seed * 1_000_003 + step", "step", "cli: seed_reaches and grpo"),
@@ -241,8 +240,8 @@ FAULTS = {"ppo grpo gspo": [
     ("if args.eval_split == args.split:", "if False:", "cli: contradict"),
     ('print(f"warning: --{name} does', 'str(f"warning: --{name} does', "cli: contradict"),
 ], "tests/toy/make": [
-    ('tokenizer, problems["train"])', 'tokenizer, problems["test"])', "toy: program_itself"),
-    ("as_batch(draw(problems, rng)", 'as_batch(draw(make_problems()["test"], rng)', "toy: warm_up"),
+    ('tokenizer, problems["train"])', 'tokenizer, problems["test"])', "toy: warm_up"),
+    ("as_ids(draw(problems, rng)", 'as_ids(draw(make_problems()["test"], rng)', "toy: warm_up"),
     ("digit}={new}", "digit}={result}", "toy: warm_up"),
 ]}
 # path, what stands there, what is planted, tests

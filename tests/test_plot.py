@@ -8,15 +8,14 @@ import pytest
 import torch
 from conftest import ROOT
 
+sys.path.insert(0, str(ROOT / "tests" / "results"))
+import pushes as picture  # noqa: E402
+
 def test_curves_are_means_and_ranges_at_the_steps_of_all_runs():
     """A band from the lowest run to the highest cannot leave what is possible: no KL below 0."""
     runs = [{0: {"kl": 1.0}, 2: {"kl": 2.0}, 4: {"kl": 7.0}},
             {0: {"kl": 3.0}, 2: {"loss": 9.0}, 4: {"kl": 7.0}}]
     assert plot.curve(runs, "kl") == ([0, 4], [2.0, 7.0], [1.0, 7.0], [3.0, 7.0])
-
-def test_lines_are_in_the_order_of_their_numbers():
-    names = ["16 completions", "2 completions", "none", "4 completions"]
-    assert sorted(names, key=plot.by_number) == ["2 completions", "4 completions", "16 completions", "none"]
 
 @pytest.mark.parametrize("flags", ["", "--of eval_sampled_accuracy --scale logit"])
 def test_curves_are_drawn_of_runs_that_have_begun(flags, tmp_path):
@@ -38,12 +37,12 @@ def test_the_first_group_of_all_four_kinds_is_shown():
     rewards = [1, 0, 0, 1] + [0, 0, 1, 1] + [1, 0, 1, 0]
     rollout = {"texts": texts, "rewards": torch.tensor(rewards)}
     right, wrong = {(True, True): 7, (True, False): 6}, {(False, True): 5, (False, False): 4}
-    assert plot.four_kinds(rollout, 4) == right | wrong
+    assert picture.four_kinds(rollout, 4) == right | wrong
 
 def test_pushes_are_up_for_right_answers_down_for_wrong_ones_and_nothing_where_the_clip_holds():
     """GSPO: all tokens of a completion alike, s A / |o|, or none: where a right one has s above 1.0004 and a
     wrong one below .9997. GRPO: of one sign. PPO judges tokens: both signs may occur."""
-    question, shown = plot.measure_pushes(steps=2, prompts=16)
+    question, shown = picture.measure(steps=2, prompts=16)
     assert question.endswith("=?") and len(shown) > 2
     held = 0
     for kind, tokens, pushes, s in shown:

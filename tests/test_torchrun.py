@@ -66,8 +66,8 @@ def runs(world, tmp_path_factory):
             subprocess.run(["git", "apply", patch], cwd=path / folder, check=True)
     for file in (path / "own").glob("*po.py"):
         text = file.read_text(encoding="utf-8")
-        assert text.count('["ids"])  # the denominator') == 1
-        text = text.replace('["ids"])  #', '["ids"][common.RANK::common.WORLD])  #')
+        assert text.count('rows = len(minibatch["ids"])') == 1
+        text = text.replace('len(minibatch["ids"])', 'len(minibatch["ids"][common.RANK::common.WORLD])')
         file.write_text(text, encoding="utf-8")
     how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
     how += [world, path / "two", path / "own"]

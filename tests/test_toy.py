@@ -11,6 +11,8 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import common
+
 TOY = ROOT / "tests" / "toy"
 SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
           for name in ("train", "test")}
@@ -30,21 +32,30 @@ def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
     assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520
     assert len(SPLITS["test"]) > 2500
 
-def test_the_warm_up_is_given_training_problems_only(monkeypatch):
+def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
+    """The first 20 steps of the program as it stands: worked examples, and guesses that miss by up to 2."""
     monkeypatch.syspath_prepend(TOY)
     import make
-    answers, given, real = {row["question"]: row["answer"] for row in SPLITS["train"]}, [], make.as_batch
+    given, answers = [], {row["question"]: row["answer"] for row in SPLITS["train"]}
+    tokenizer, real = AutoTokenizer.from_pretrained(TOY), common.token_logprobs
 
-    def as_batch(pairs, tokenizer):
-        given.extend(pairs)
-        return real(pairs, tokenizer)
-    monkeypatch.setattr(make, "STEPS", 20)
-    monkeypatch.setattr(make, "as_batch", as_batch)
-    make.warm_up(*make.make_model(), make.make_problems()["train"])
-    worked = [text == answers[question] for question, text in given]  # no KeyError: none is held out
-    offsets = {int(text[5:]) - value(question[:-2]) for question, text in given if "\n" not in text}
+    class Enough(Exception):
+        """Raised after 20 steps."""
+
+    def token_logprobs(model, batch, temperature):
+        given.extend(text.split("<eos>")[0] for text in tokenizer.batch_decode(batch["ids"]))
+        if len(given) == 20 * (make.WORKED + make.GUESSED):
+            raise Enough
+        return real(model, batch, temperature)
+    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
+    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path)])
+    with pytest.raises(Enough):
+        runpy.run_path(str(TOY / "make.py"), run_name="__main__")
+    pairs = [text.split("\n", 1) for text in given]
+    worked = [text == answers[question] for question, text in pairs]  # no KeyError: none is held out
+    offsets = {int(text[5:]) - value(question[:-2]) for question, text in pairs if "\n" not in text}
     assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
-    assert sum(worked) == 20 * make.WORKED and len(given) - sum(worked) == 20 * make.GUESSED
+    assert sum(worked) == 20 * make.WORKED and len(pairs) - sum(worked) == 20 * make.GUESSED
 
 def test_transformers_and_datasets_read_the_directory(tmp_path):
     import datasets
@@ -95,16 +106,3 @@ def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5
         assert 0.48 < rows[1]["reward"] < 0.6 and sum(row["reward"] for row in rows[16:]) / 5 > 0.95
         assert name == "gspo" or 0.005 < sum(row["kl"] for row in rows[16:]) / 5 < 0.1
-
-def test_the_program_itself_warms_up_on_the_training_split(monkeypatch, tmp_path):
-    class Seen(Exception):
-        """Raised with the first batch."""
-
-    def stop(model, batch, temperature):
-        raise Seen(batch["ids"])
-    monkeypatch.setattr("common.token_logprobs", stop)
-    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path)])
-    with pytest.raises(Seen) as seen:
-        runpy.run_path(str(TOY / "make.py"), run_name="__main__")
-    texts = AutoTokenizer.from_pretrained(TOY).batch_decode(seen.value.args[0])
-    assert {text.split("\n")[0] for text in texts} <= {row["question"] for row in SPLITS["train"]}

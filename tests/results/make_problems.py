@@ -77,5 +77,8 @@ if __name__ == "__main__":
     write(out / "problems" / "test.jsonl", solved[1000:1600])
     write(out / "problems" / "train.jsonl", solved[1600:])
     svamp = json.loads((clone / "SVAMP.json").read_text(encoding="utf-8"))
-    write(out / "svamp.jsonl", [{"question": f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$"),
-                                 "answer": number(row["Answer"])} for row in svamp])
+    exam = []
+    for row in svamp:
+        question = f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$")
+        exam.append({"question": question, "answer": number(row["Answer"])})
+    write(out / "svamp.jsonl", exam)

@@ -146,7 +146,7 @@ def main():
     subprocess.run([*plot, *sorted(HERE.glob("*.jsonl")), "--out", HERE / "toy.png"], check=True)
     subprocess.run([*plot, *sorted(HERE.glob("questions/*/*.jsonl")), "--of", "eval_sampled_accuracy",
                     "--scale", "logit", "--out", HERE / "questions.png"], check=True)
-    subprocess.run([*plot, "--pushes", "--out", HERE / "pushes.png"], check=True)
+    subprocess.run([sys.executable, HERE / "pushes.py", HERE / "pushes.png"], check=True)
 
     print("\n| run | sampled | greedy | length | clipped | largest ratio | last KL | explained, 2 to 4 |")
     print("|---|---|---|---|---|---|---|---|")
