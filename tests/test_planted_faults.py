@@ -220,7 +220,7 @@ FAULTS = {"ppo grpo gspo": [
     ("path = name if n == 1 else", "path = name if n else", "resume: same_second"),
     ("        os.sync()", "        pass", "resume: on_the_disk"),
     ("        if damaged:\n", "        if False:\n", "resume: byte_changed"),
-    ("            json.loads(line)", "            pass", "resume: damaged_metrics"),
+    ('            json.loads(line)["step"]', "            pass", "resume: damaged_metrics"),
     ("signal.signal(signal.SIGTERM, self.receive)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
      "resume: its_status and ppo"),
     ('        unfinished = Path(args.out, "args.tmp")',
