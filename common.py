@@ -509,11 +509,13 @@ def attention_masks(model, positions, width):
     column = torch.arange(width, device=positions.device)  # (width,)
     full = torch.where(column > query, -math.inf, 0.0).to(model.dtype)
     masks = {"full_attention": full}
-    window = getattr(config, "sliding_window", None) or width
-    masks["sliding_attention"] = full.masked_fill(column <= query - window, -math.inf)
-    chunk = getattr(config, "attention_chunk_size", None) or width
-    masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # no window: full
+    if "sliding_attention" in kinds:
+        window = getattr(config, "sliding_window", None) or width
+        masks["sliding_attention"] = full.masked_fill(column <= query - window, -math.inf)
+    if "chunked_attention" in kinds:
+        chunk = config.attention_chunk_size
+        masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
     if not kinds <= masks.keys():
         raise ValueError(f"its layers are of another kind, {', '.join(kinds - masks.keys())}")
     return masks if len(kinds) > 1 else masks[kinds.pop()]
