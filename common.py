@@ -200,17 +200,18 @@ def select(batch, rows):
 
 def rollout_logprobs(model, rollout, args):
     """Compute token_logprobs of a whole rollout, (N, T)."""
-    return by_micro_batch(lambda b: token_logprobs(model, b, args.temperature), rollout, args)
+    return by_micro_batch(
+        lambda b: token_logprobs(model, b, args.temperature), rollout, args, "log-probs")
 
 def rollout_values(model, rollout, args):
     """Compute token_values of a whole rollout, (N, T)."""
-    return by_micro_batch(lambda b: token_values(model, b), rollout, args)
+    return by_micro_batch(lambda b: token_values(model, b), rollout, args, "values")
 
-def by_micro_batch(function, rollout, args):
+def by_micro_batch(function, rollout, args, doing):
     """Apply `function` to the same micro-batches as update, and put rows back in place: in other
     micro-batches a 16-bit log-prob rounds otherwise, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
-    for minibatch in minibatches(rollout, args.minibatches, args.group_size, "log-probs"):
+    for minibatch in minibatches(rollout, args.minibatches, args.group_size, doing):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
             result[b["row"], :b["mask"].shape[1]] = function(b)
     return result
@@ -1008,7 +1009,8 @@ def load_reward(args):
             else:
                 ids = tokenizer(problem["question"] + "\n" + text)["input_ids"]
             ids = torch.tensor([ids], device=model.device)
-            rewards.append(model(input_ids=ids).logits[0, 0])
+            with or_fail(f"--reward_model {args.reward_model}: cannot read a completion"):
+                rewards.append(model(input_ids=ids).logits[0, 0])
         return rewards
     return reward_model
 
@@ -1153,7 +1155,7 @@ def in_range(kind, low, high):
     def convert(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text}: must be from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text}: must be from {low:g} to {high:g}")
         return value
     convert.__name__ = kind.__name__  # for argparse: "invalid int value"
     return convert
@@ -1224,6 +1226,8 @@ def add_args(parser):
 def parse(parser, argv):
     """Parse `argv`. A run to resume brings its own flags; those given again replace them."""
     args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
+    if args.resume and args.out is None:
+        fail("--resume: give --out, the run to continue")
     if args.resume:
         with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
@@ -1385,7 +1389,7 @@ class StopSignal:
         """Note the signal; Python calls this between two instructions."""
         self.status = 128 + number
         self.reset()
-        print("\nsaving after this step; Ctrl-C again leaves at once", file=sys.stderr)
+        print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
 
     def requested(self):
         """Tell whether this step is the last: asked once a step, just before it may be saved."""

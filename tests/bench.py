@@ -2,6 +2,7 @@
 
     python tests/bench.py                      a model of a million weights, on a laptop's CPU
     python tests/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
+    python tests/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own model and problems
 
 Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
 
@@ -22,7 +23,7 @@ plain      How many times faster (or smaller) than the plain way: transformers' 
            it is the CPU time of one thread. TRL's GRPOTrainer, if installed, takes turns with us likewise.
 
 "rollout" samples P x G completions, all of T tokens, or "ragged": each token is the last with probability
-4/T, so that their mean length is T/4. "update" is a pass of forward, backward and optimiser over ragged rows,
+4/T, so that their mean length is T/4 (with --model they end where the model ends them). "update" is a pass of forward, backward and optimiser over ragged rows,
 "padding" the share of computed positions without a token. "step" is all of it: sampling, log-probs of policy
 and reference, update, each with its share of the seconds. Peak memory (GPU only) includes weights and
 optimiser.
@@ -55,39 +56,66 @@ SIZES = {  # name -> sizes of Qwen2.5, and the work: P prompts of S tokens, G co
     "7B": ((3584, 18944, 28, 28, 4, 152064, False), dict(P=32, G=8, S=128, T=1024))}
 STOP = 0  # the token that ends a completion
 TRL = importlib.util.find_spec("trl")
+STOP_IDS = common.stop_ids
 
 class Bench:
     """The machine, the model, the work and the table."""
-    def __init__(self, size, script_args):
-        shape, self.work = SIZES[size]
-        P, G, S, T = self.work.values()
+    def __init__(self, size, model, script_args):
+        P, G, S, T = SIZES[size][1].values() if model is None else (16, 8, None, 48)
         work = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}"]
-        self.args = grpo.parse_args(work + ["--out=."] + script_args)
-        self.table, self.gpu, self.pairs = {}, self.args.device != "cpu", 7 if size == "tiny" else 3
+        self.args = grpo.parse_args(work + ["--out=."] + script_args + (["--model", model] if model else []))
+        P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
+        self.table, self.gpu, self.pairs = {}, self.args.device != "cpu", 3
         self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in common.launch
-        config = transformers.Qwen2Config(**dict(zip(SHAPE, shape)), max_position_embeddings=32768)
-        with torch.device(self.args.device):
-            self.model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, self.args.dtype)).train()
+        self.is_real = model is not None
+        if self.is_real:
+            self.load(P)
+        else:
+            self.make(size, P, S)
+        self.work = dict(P=P, G=G, S=round(statistics.mean(map(len, self.prompts))), T=T)
         self.reference = copy.deepcopy(self.model) if self.args.beta > 0 else None
         disk = unittest.mock.Mock(return_value=unittest.mock.Mock(free=math.inf))  # nothing is saved
         with contextlib.redirect_stdout(None), unittest.mock.patch("shutil.disk_usage", disk):
             common.resolve_and_check(self.args, self.model)
         self.optimizers = {"policy": common.Optimizer(self.model, 1e-9, self.args)}
+        head, embedding = self.model.get_output_embeddings().weight, self.model.get_input_embeddings().weight
+        self.head = head.numel()
+        self.body = self.model.num_parameters() - self.head
+        if head is not embedding:  # a row of it is read for a token, no more
+            self.body -= embedding.numel()
+
+    def load(self, P):
+        """Read a model, its tokenizer and the prompts of the first P problems."""
+        with contextlib.redirect_stdout(None):
+            self.model, self.tokenizer = common.load_policy(self.args)
+            common.resolve_defaults(self.args, self.model)
+            problems, _ = common.load_problems(self.args, self.tokenizer, common.answer_reward)
+        self.prompts = [problem["prompt"] for problem in common.batch_of(problems, 1, self.args)]
+
+    def make(self, size, P, S):
+        """Make a model of Qwen2.5's architecture, a tokenizer and P prompts of S tokens."""
+        if size == "tiny":
+            self.pairs = 7
+        config = transformers.Qwen2Config(**dict(zip(SHAPE, SIZES[size][0])), max_position_embeddings=32768)
+        with torch.device(self.args.device):
+            self.model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, self.args.dtype)).train()
         words = tokenizers.models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t1")
         words = tokenizers.Tokenizer(words)
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         self.tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_object=words, eos_token="t0", pad_token="t0", unk_token="t1")
         self.prompts = torch.randint(200, 500, (P, S)).tolist()
-        self.head = self.model.get_output_embeddings().weight.numel()
-        self.body = sum(p.numel() for name, p in self.model.named_parameters() if ".layers." in name)
 
     def stop_with(self, p):
         """Make STOP the next token with probability p, whoever samples: feature 0 is 1 in all embeddings,
-        the others next to nothing, and the head weighs it more for STOP."""
+        the others next to nothing, and the head weighs it more for STOP. A real model is left as it is, and
+        goes on behind its end where p is next to 0."""
+        if self.is_real:
+            common.stop_ids = STOP_IDS if p > 1e-3 else lambda model, tokenizer: []
+            return
         others, width = self.model.config.vocab_size - 1, self.model.config.hidden_size
         odds = p / (1 - p) * others
         for name, weight in self.model.named_parameters():
@@ -223,10 +251,11 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-size", choices=SIZES, default="tiny", help="tiny, or a size of Qwen2.5")
+    parser.add_argument("--model", help="a directory or hub name, with --dataset")
     args, script_args = parser.parse_known_args(argv)
-    began, bench = time.perf_counter(), Bench(args.model_size, script_args)
+    began, bench = time.perf_counter(), Bench(args.model_size, args.model, script_args)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model_size}, {bench.args.dtype}, {where}, torch {torch.__version__}, transformers "
+    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, torch {torch.__version__}, transformers "
           f"{transformers.__version__}, {bench.pairs} pairs, {bench.work}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, update, whole_step):

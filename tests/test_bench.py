@@ -23,6 +23,20 @@ def test_the_table_is_complete(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert all(f"\n{name} " in shown for name in table)
 
+def test_a_model_and_problems_of_ones_own(monkeypatch, capsys):
+    """--model: the same lines; where all T tokens are asked for, nothing ends a completion."""
+    monkeypatch.setattr(bench, "TRL", None)
+    flags = ["--prompts=4", "--group_size=4", "--minibatches=2", "--max_new_tokens=30"]
+    table = bench.main(["--model", common.TOY, *flags])
+    assert len(table) == 10 and common.stop_ids is bench.STOP_IDS
+    assert capsys.readouterr().out.startswith(f"{common.TOY}, float32")
+    made = bench.Bench("tiny", common.TOY, flags)
+    rows = []
+    for p in (1e-9, 0.5):
+        made.stop_with(p)
+        rows.append(common.generate(made.model, made.tokenizer, made.prompts, 4, 30)["mask"].sum())
+    assert rows[0] == 4 * 4 * 30 > rows[1] and common.stop_ids is bench.STOP_IDS
+
 def test_plain_ways_compute_the_same(family):
     model, batch = tiny_model(family), random_batch(7, seed=1)
     logps = [f(model, batch, 0.7) for f in (common.token_logprobs, bench.plain_logprobs)]

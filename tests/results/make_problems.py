@@ -5,9 +5,9 @@
 
 Writes into the second directory, each row with "question" and "answer", and those that people solved with
 "solution", such as "27 * 16 = 432\\n#### 432":
-    warmup.jsonl          1,000 problems of MAWPS and ASDiv-A, for tests/results/sft.py
+    warmup.jsonl          500 problems of MAWPS and ASDiv-A, for tests/results/sft.py
     problems/test.jsonl   600 others of them, held out
-    problems/train.jsonl  the rest, 1,338, for RL
+    problems/train.jsonl  the rest, 1,838, for RL
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on
 """
 import csv
@@ -73,9 +73,9 @@ if __name__ == "__main__":
     for row in solved:
         unique.setdefault(row["question"], row)
     solved = list(unique.values())
-    write(out / "warmup.jsonl", solved[:1000])
-    write(out / "problems" / "test.jsonl", solved[1000:1600])
-    write(out / "problems" / "train.jsonl", solved[1600:])
+    write(out / "warmup.jsonl", solved[:500])
+    write(out / "problems" / "test.jsonl", solved[500:1100])
+    write(out / "problems" / "train.jsonl", solved[1100:])
     svamp = json.loads((clone / "SVAMP.json").read_text(encoding="utf-8"))
     exam = []
     for row in svamp:
