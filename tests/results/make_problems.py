@@ -5,9 +5,9 @@
 
 Writes into the second directory, each row with "question" and "answer", and those that people solved with
 "solution", such as "27 * 16 = 432\\n#### 432":
-    warmup.jsonl          500 problems of MAWPS and ASDiv-A, for tests/results/sft.py
-    problems/test.jsonl   600 others of them, held out
-    problems/train.jsonl  the rest, 1,838, for RL
+    warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/results/sft.py
+    problems/test.jsonl   400 others of them, held out
+    problems/train.jsonl  the rest, 923, for RL
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on
 """
 import csv
@@ -45,7 +45,7 @@ def solve(equation, numbers):
 
 
 def solved_problems(path):
-    """The problems whose equation gives their answer."""
+    """The problems that one operation solves, as it does SVAMP's, and whose equation gives their answer."""
     rows = []
     for row in csv.DictReader(path.open(encoding="utf-8")):
         numbers = row["Numbers"].split()
@@ -53,7 +53,7 @@ def solved_problems(path):
         question = re.sub(r" ([.,?!%)])", r"\1", question).replace(" 's", "'s").replace("$ ", "$")
         result, steps = solve(row["Equation"], numbers)
         answer = number(round(float(row["Answer"]), 4))
-        if result == answer:
+        if result == answer and len(steps) == 1:
             solution = "\n".join(steps) + f"\n#### {answer}"
             rows.append({"question": question, "answer": answer, "solution": solution})
     return rows
@@ -73,9 +73,9 @@ if __name__ == "__main__":
     for row in solved:
         unique.setdefault(row["question"], row)
     solved = list(unique.values())
-    write(out / "warmup.jsonl", solved[:500])
-    write(out / "problems" / "test.jsonl", solved[500:1100])
-    write(out / "problems" / "train.jsonl", solved[1100:])
+    write(out / "warmup.jsonl", solved[:600])
+    write(out / "problems" / "test.jsonl", solved[600:1000])
+    write(out / "problems" / "train.jsonl", solved[1000:])
     svamp = json.loads((clone / "SVAMP.json").read_text(encoding="utf-8"))
     exam = []
     for row in svamp:
