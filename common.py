@@ -90,13 +90,8 @@ class Head(NamedTuple):
 def output_head(model):
     """Read a model's Head from its last layer and its config; check_model tests what is read."""
     layer, config = model.get_output_embeddings(), model.config.get_text_config()
-    factor = 1.0
-    if getattr(config, "logit_scale", None):  # Cohere
-        factor = config.logit_scale
-    elif getattr(config, "logits_scaling", None):  # Granite
-        factor = 1 / config.logits_scaling
-    elif getattr(config, "dim_model_base", None):  # MiniCPM
-        factor = config.dim_model_base / config.hidden_size
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite, MiniCPM
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     cap = cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
     weight = layer.weight
