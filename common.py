@@ -160,8 +160,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 # ---- Batching ----
 def minibatches(rollout, count, group_size, doing="update"):
     """Cut a rollout into `count` even parts that keep groups whole; a bar shows `doing`."""
-    rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
-    groups = rows.view(-1, group_size)  # (P, G)
+    groups = rollout["row"].view(-1, group_size)  # (P, G)
     for part in progress(groups.tensor_split(count), doing, "minibatch"):
         yield select(rollout, part.flatten())
 
@@ -195,18 +194,17 @@ def select(batch, rows):
 
 def rollout_logprobs(model, rollout, args):
     """Compute token_logprobs of a whole rollout, (N, T)."""
-    return by_micro_batch(
-        lambda b: token_logprobs(model, b, args.temperature), rollout, args, "log-probs")
+    return by_micro_batch(lambda b: token_logprobs(model, b, args.temperature), rollout, args)
 
 def rollout_values(model, rollout, args):
     """Compute token_values of a whole rollout, (N, T)."""
-    return by_micro_batch(lambda b: token_values(model, b), rollout, args, "values")
+    return by_micro_batch(lambda b: token_values(model, b), rollout, args)
 
-def by_micro_batch(function, rollout, args, doing):
+def by_micro_batch(function, rollout, args):
     """Apply `function` to the same micro-batches as update, and put rows back in place: in other
     micro-batches a 16-bit log-prob rounds otherwise, by more than GSPO's clip range."""
     result = torch.zeros_like(rollout["mask"])
-    for minibatch in minibatches(rollout, args.minibatches, args.group_size, doing):
+    for minibatch in minibatches(rollout, args.minibatches, args.group_size, "score"):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
             result[b["row"], :b["mask"].shape[1]] = function(b)
     return result
