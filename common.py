@@ -223,13 +223,12 @@ class Optimizer:
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        self.weights, self.masters = {}, {}
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                weight.grad_dtype = torch.float32  # gradients of micro-batches are summed in it
-                self.weights[name] = weight
-                # No copy of a float32 weight on this device: its master is the weight itself.
-                self.masters[name] = weight.detach().to(self.device, torch.float32)
+        self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        self.masters = {}
+        for name, weight in self.weights.items():
+            weight.grad_dtype = torch.float32  # gradients of micro-batches are summed in it
+            # No copy of a float32 weight on this device: its master is the weight itself.
+            self.masters[name] = weight.detach().to(self.device, torch.float32)
         self.float16 = any(weight.dtype == torch.float16 for weight in self.weights.values())
         self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
         self.good_steps = 0  # since the last overflow
@@ -264,16 +263,12 @@ class Optimizer:
         for tensor in (*weights, *masters):
             tensor.grad = None
         if self.float16:
-            self.adapt_loss_scale(finite)
+            self.good_steps = self.good_steps + 1 if finite else 0
+            if not finite:
+                self.loss_scale /= 2
+            elif self.good_steps % self.GROW_EVERY == 0:
+                self.loss_scale *= 2
         return {prefix + name: value for name, value in stats.items()}
-
-    def adapt_loss_scale(self, finite):
-        """Halve the scale after an overflow, double it after GROW_EVERY good steps."""
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.loss_scale /= 2
-        elif self.good_steps % self.GROW_EVERY == 0:
-            self.loss_scale *= 2
 
     def state_dict(self):
         """Return all that a resumed run needs; the weights are the masters, rounded."""
