@@ -297,8 +297,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     """Sample group_size completions of each of P prompts (lists of ids); greedily at temperature 0.
     Returns a rollout. Samples come from softmax(logits / temperature) and nothing else: the
     generate of transformers would add the model's own top_k and the like. A prompt is read once
-    for its group, finished rows are dropped, and on a GPU a CUDA graph is replayed for every token.
-    """
+    for its group, finished rows are dropped, and on a GPU each token replays a CUDA graph."""
     start, was_training = time.perf_counter(), model.training
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = stop_ids(model, tokenizer)
@@ -369,7 +368,7 @@ class KVCache:
 class Sampler:
     """Rows of completions that are being written, and the cache of what the model has read.
     Tensors change in place and their shapes are fixed within a token (next_token), so that a CUDA
-    graph can replay it; drop_finished changes shapes, between tokens."""
+    graph can replay it; run drops finished rows, which changes shapes, between tokens."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         device = model.device
         self.model, self.group_size, self.temperature = model, group_size, temperature
@@ -387,8 +386,7 @@ class Sampler:
         self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
         self.position = self.prompt_lengths - 1  # (N,) of the last token
         self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
-        self.row = torch.arange(len(rows), device=device)  # (N,) 0 ... N-1
-        self.active = self.row  # (n,) the rows that are in the cache
+        self.active = torch.arange(len(rows), device=device)  # (n,) the rows that are in the cache
 
     def run(self, max_new_tokens, cuda_graphs):
         """Write up to max_new_tokens tokens of every row; returns N completions, lists of ids."""
@@ -399,8 +397,10 @@ class Sampler:
                 running = self.running[self.active].float().mean().item()
                 if running == 0:
                     break
-                if running < 0.5:  # not sooner: each new shape is recorded anew
-                    self.drop_finished()
+                if running < 0.5:  # go on without the others; sooner would record too many graphs
+                    still_running = self.running[self.active].nonzero().squeeze(1)  # (n,)
+                    self.active = self.active[still_running]
+                    self.cache.keep(still_running)
             if self.S + t > self.width:
                 self.width += self.width_step
             if graph:
@@ -436,7 +436,7 @@ class Sampler:
 
     def read(self, ids, positions, last):
         """Read ids (n, s) at `positions` (n, s); returns the logits after column `last`, (n, V)."""
-        row = self.row[:len(ids)]  # 0 ... n-1
+        row = torch.arange(len(ids), device=ids.device)  # (n,)
         self.cache.index, self.cache.width = (row[:, None], positions), self.width
         hidden = body_of(self.model)(
             input_ids=ids, attention_mask=attention_masks(self.model, positions, self.width),
@@ -448,17 +448,9 @@ class Sampler:
         """Draw the tokens of the running rows from softmax(logits / temperature), (n, V)."""
         token = draw(logits, self.temperature)  # (n,)
         running = self.running[self.active]  # (n,)
+        self.ids[self.active, self.position[self.active] + 1] = token  # finished: behind its end
         self.position[self.active] += running.long()
-        position = self.position[self.active]
-        old = self.ids[self.active, position]
-        self.ids[self.active, position] = torch.where(running, token, old)  # finished: as it was
         self.running[self.active] = running & (token[:, None] != self.stop).all(1)
-
-    def drop_finished(self):
-        """Go on with the running rows alone; the cache closes up."""
-        still_running = self.running[self.active].nonzero().squeeze(1)  # (n,) rows of the cache
-        self.active = self.active[still_running]
-        self.cache.keep(still_running)
 
 class Graph:
     """A step of sampling as a CUDA graph, recorded anew when the shape of its tensors changes."""
