@@ -755,25 +755,21 @@ def check_model(model, args):
     in_training = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
     in_training.sum().item()  # a GPU is done only now
     say_how_long(args, ids.numel() / (time.perf_counter() - start))
-    problem = None
+    model.eval()
+    model.sampled_by_transformers = False
     if not own.isfinite().all():
         problem = f"has logits that are not finite in {args.dtype}"
     elif differ(head_logits(states[-T:], output_head(model)), own, close):
         problem = "changes its logits after the head"
     elif differ(in_training, states, close):
         problem = "is random or different in training mode"
-
-    # As in sampling, token by token: by our sampler, or else by transformers'.
-    model.eval()
-    model.sampled_by_transformers = False
-    if not problem and (reason := sampling_problem(model, prompts, T, 10 * close)):
+    elif problem := sampling_problem(model, prompts, T, 10 * close):  # token by token
+        print(f"the model {problem}: transformers' own generate is to sample, which is slow")
         model.sampled_by_transformers = True
         problem = sampling_problem(model, prompts, T, 10 * close)
     model.train()
     if problem:
         fail(f"--model {args.model}: {type(model).__name__} {problem}: not supported")
-    if model.sampled_by_transformers:
-        print(f"the model {reason}: transformers' own generate will sample, which is slow")
 
 def sampling_problem(model, prompts, T, tolerance):
     """Write T tokens greedily, compare the logits with the model's own; what differs, or None."""
