@@ -1253,7 +1253,8 @@ def launch(main, args):
     if args.device.startswith("cuda"):
         index = torch.empty(0, device=args.device).device  # cuda has an index, too
         torch.cuda.set_device(index)  # graphs are recorded on the current device
-    lock, made = claim(args)
+    made = args.out is None or not os.path.exists(args.out)
+    lock = claim(args)
     try:
         main(args)
     except KeyboardInterrupt:
@@ -1268,15 +1269,11 @@ def launch(main, args):
         lock.release()
 
 def claim(args):
-    """Make --out and lock it for this process; returns the lock and whether --out is new.
-    A killed process leaves no lock."""
+    """Make --out and lock it for this process; returns the lock. A killed process leaves none."""
     try:
         if args.out is None:
             args.out = new_directory(time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S"))
-            made = True
-        else:
-            made = not os.path.exists(args.out)
-            os.makedirs(args.out, exist_ok=True)
+        os.makedirs(args.out, exist_ok=True)
         others = set(os.listdir(args.out)) - {".lock"}
         if others and not args.resume:
             fail(f"--out {args.out}: is not empty: go on with --resume or give another")
@@ -1284,7 +1281,7 @@ def claim(args):
         lock.acquire(timeout=0)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
-    return lock, made
+    return lock
 
 def new_directory(name):
     """Make a directory of that name, or name-2, ...: two runs may start in the same second."""
@@ -1409,7 +1406,7 @@ class Logger:
             self.say("evaluating before the first step")
 
     def log(self, step, stats, problem=None, rollout=None):
-        """Log the numbers of a step; now and then show `problem` and the first completion."""
+        """Log and print the numbers of a step; now and then show `problem` and a completion."""
         if self.args.device.startswith("cuda"):
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
@@ -1419,26 +1416,22 @@ class Logger:
         if self.args.tensorboard:
             for name, value in finite.items():
                 self.board.add_scalar(name, value, step)
-        self.show(step, finite)
+        if "reward" in finite:
+            self.say(f"step {step}/{self.args.steps}  {format_stats(finite, self.STEP)}")
+        if "eval_accuracy" in finite:
+            self.say(f"held out, after {step} steps:  {format_stats(finite, self.HELD_OUT)}")
+        if finite.get("truncated", 0) > 0.5:
+            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
+                     "lower --lr")
+        if stats.get("skipped") or stats.get("value_skipped"):
+            cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
+            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
         if rollout and (step == 1 or "eval_accuracy" in finite):
             text, reward = rollout["texts"][0].strip(), rollout["rewards"][0]
             answer = extract_answer(problem["answer"]) or problem["answer"]
             text = f"{problem['question']}\n{text}\n(reward {reward:g}, answer {answer})"
             self.say(text, indent="    | ")
         self.bar.update(step - self.bar.n)
-
-    def show(self, step, stats):
-        """Print a line for the step, one for an evaluation, and warnings."""
-        if "reward" in stats:
-            self.say(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
-        if "eval_accuracy" in stats:
-            self.say(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
-        if stats.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
-                     "lower --lr")
-        if stats.get("skipped") or stats.get("value_skipped"):
-            cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
-            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
 
     def say(self, text, indent=""):
         """Print above the bar, control characters escaped."""
