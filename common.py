@@ -582,7 +582,7 @@ def ratio_noise(policy, rollout, args, clipped, rows=32):
     deviation of log(pi / pi_old) for a token, and of its mean over a completion: sqrt 2 times the
     error found, as both log-probs are rounded. Warns where the clip range of what is `clipped`, a
     "token" or a "sequence", is so narrow that rounding decides."""
-    some = select(rollout, torch.arange(min(rows, len(rollout["mask"]))))
+    some = select(rollout, slice(rows))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
     gaps = []
@@ -630,9 +630,8 @@ def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
     starts = range(0, len(problems), size)
     for start in progress(starts, f"evaluating at temperature {temperature:g}", "batch"):
         part = problems[start:start + size]
-        prompts = [problem["prompt"] for problem in part]
-        rollout = generate(policy, tokenizer, prompts, n, args.max_new_tokens, temperature,
-                           args.cuda_graphs)
+        rollout = generate(policy, tokenizer, [problem["prompt"] for problem in part], n,
+                           args.max_new_tokens, temperature, args.cuda_graphs)
         rewards.append(rewards_of(reward, part, rollout).view(-1, n))
         lengths.append(rollout["mask"].sum(1))
     return torch.cat(rewards), torch.cat(lengths).mean().item()
