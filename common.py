@@ -1386,10 +1386,9 @@ class Logger:
                 from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(args.out, purge_step=start + 1)
         self.path = Path(args.out, "metrics.jsonl")
+        self.path.write_text("")
         if start:
             shutil.copy(Path(args.out, f"step-{start}", "metrics.jsonl"), self.path)
-        else:
-            self.path.write_text("")
         unfinished = Path(args.out, "args.tmp")
         unfinished.write_text(json.dumps(vars(args), indent=1))
         unfinished.replace(Path(args.out, "args.json"))  # never half a file
