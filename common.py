@@ -1401,7 +1401,7 @@ class Logger:
             self.say("evaluating before the first step")
 
     def log(self, step, stats, problem=None, rollout=None):
-        """Log and print the numbers of a step; now and then show `problem` and a completion."""
+        """Log the numbers of a step; now and then show `problem` and the first completion."""
         if self.args.device.startswith("cuda"):
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
@@ -1411,22 +1411,26 @@ class Logger:
         if self.args.tensorboard:
             for name, value in finite.items():
                 self.board.add_scalar(name, value, step)
-        if "reward" in finite:
-            self.say(f"step {step}/{self.args.steps}  {format_stats(finite, self.STEP)}")
-        if "eval_accuracy" in finite:
-            self.say(f"held out, after {step} steps:  {format_stats(finite, self.HELD_OUT)}")
-        if finite.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
-                     "lower --lr")
-        if stats.get("skipped") or stats.get("value_skipped"):
-            cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
-            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
+        self.show(step, finite)
         if rollout and (step == 1 or "eval_accuracy" in finite):
             text, reward = rollout["texts"][0].strip(), rollout["rewards"][0]
             answer = extract_answer(problem["answer"]) or problem["answer"]
             text = f"{problem['question']}\n{text}\n(reward {reward:g}, answer {answer})"
             self.say(text, indent="    | ")
         self.bar.update(step - self.bar.n)
+
+    def show(self, step, stats):
+        """Print a line for the step, one for an evaluation, and warnings."""
+        if "reward" in stats:
+            self.say(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
+        if "eval_accuracy" in stats:
+            self.say(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
+        if stats.get("truncated", 0) > 0.5:
+            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
+                     "lower --lr")
+        if stats.get("skipped") or stats.get("value_skipped"):
+            cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
+            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
 
     def say(self, text, indent=""):
         """Print above the bar, control characters escaped."""
