@@ -116,10 +116,12 @@ def head_logits(hidden, head, temperature=1.0):
 
 class ChunkedLogProbs(torch.autograd.Function):
     """log softmax(logits / temperature)[target], computed C tokens at a time.
-    Memory holds (C, V) logits, not several times (M, V); backward does their product again."""
+    The backward pass computes the logits again: one more matrix product, but memory holds (C, V)
+    numbers and not several times (M, V)."""
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head, temperature):
-        """(M, H), (V, H), (V,) or None, (M,) -> (M,). Autograd looks for no tensors in `head`."""
+        """(M, H), (V, H), (V,) or None, (M,) -> (M,). `head` has weight and bias too, but autograd
+        gives gradients to the arguments alone."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         ctx.C = 512 if hidden.is_cuda else 256
