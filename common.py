@@ -2,7 +2,8 @@
 
 The method      Log-probabilities, Batching, Optimiser: read these beside grpo.py.
 The sampler     Sampling: how completions are drawn, one token of every row at a time.
-The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Run: as needed.
+The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Run: read one
+                when something in it stops you.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
 completion), S in a prompt, T in a completion, M completion tokens in a batch, C tokens in a chunk,
