@@ -16,17 +16,16 @@ of floor   The floor is the least time that arithmetic allows on this machine: a
            - An update takes 2 operations per weight and token forward and 4 backward; its share is known as
              MFU. The output head counts for completion tokens only; attention is left out. With
              checkpointing the forward pass is computed twice, so that 75 % is the most.
-           A small model fits a CPU's cache, faster than memory: its true floor is a little lower.
 plain      How many times faster (or smaller) than the plain way: transformers' `generate`, micro-batches of a
            fixed number of rows in the order they came, log_softmax of whole logits. The two take turns, and
            this is the median of the ratios of the pairs: what else the machine does falls on both. On a CPU
            it is the CPU time of one thread. TRL's GRPOTrainer, if installed, takes turns with us likewise.
 
 "rollout" samples P x G completions, all of T tokens, or "ragged": each token is the last with probability
-4/T, so that their mean length is T/4 (with --model they end where the model ends them). "update" is a pass of forward, backward and optimiser over ragged rows,
-"padding" the share of computed positions without a token. "step" is all of it: sampling, log-probs of policy
-and reference, update, each with its share of the seconds. Peak memory (GPU only) includes weights and
-optimiser.
+4/T, so that their mean length is T/4 (a --model ends them where it does). "update" is a pass of forward,
+backward and optimiser over ragged rows, "padding" the share of computed positions without a token. "step" is
+all of it: sampling, log-probs of policy and reference, update, each with its share of the seconds. Peak
+memory (GPU only) includes weights and optimiser.
 """
 import argparse
 import contextlib
@@ -255,8 +254,8 @@ def main(argv=None):
     args, script_args = parser.parse_known_args(argv)
     began, bench = time.perf_counter(), Bench(args.model_size, args.model, script_args)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, torch {torch.__version__}, transformers "
-          f"{transformers.__version__}, {bench.pairs} pairs, {bench.work}")
+    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}, {bench.pairs} pairs, {bench.work}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, update, whole_step):
         try:

@@ -92,10 +92,6 @@ def code_lines(source):
             lines[first.lineno - 1:first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
     return [line.strip() for line in lines if line.strip()]
 
-def test_code_lines_are_counted_without_docstrings_and_comments():
-    source = '"""A module."""\n\nx = 1  # one\n# two\ndef f():\n    """Does\n    much."""\n    return "#"\n'
-    assert code_lines(source) == ["x = 1", "def f():", 'return "#"']
-
 def test_a_line_of_common_does_one_thing():
     lines = code_lines(SOURCE["common"])
     assert sum(map(len, lines)) / len(lines) <= 50
