@@ -160,7 +160,8 @@ class ChunkedLogProbs(torch.autograd.Function):
 # ---- Batching ----
 def minibatches(rollout, count, group_size, doing="update"):
     """Cut a rollout into `count` even parts that keep groups whole; a bar shows `doing`."""
-    groups = rollout["row"].view(-1, group_size)  # (P, G)
+    rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
+    groups = rows.view(-1, group_size)  # (P, G)
     for part in progress(groups.tensor_split(count), doing, "minibatch"):
         yield select(rollout, part.flatten())
 

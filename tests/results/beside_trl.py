@@ -29,15 +29,15 @@ def race(bench, ours):
         lengths.extend(map(len, completion_ids))
         return [float(len(ids) % 2) for ids in completion_ids]
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(None):
-        bench.model.save_pretrained(out)  # it loads the reference from where the model came
-        bench.model.config._name_or_path = out
+        bench.model.save_pretrained(out)  # it loads the model itself, and the reference, as for its users
+        bench.tokenizer.save_pretrained(out)
         config = trl.GRPOConfig(
             output_dir=out, max_steps=rollouts * args.minibatches, steps_per_generation=args.minibatches,
             per_device_train_batch_size=P * G // args.minibatches, num_generations=G, max_completion_length=T,
             top_k=0, top_p=1.0, beta=args.beta, loss_type="grpo", learning_rate=1e-9, report_to="none",
             bf16=bench.model.dtype == torch.bfloat16, gradient_checkpointing=args.gradient_checkpointing,
             use_cpu=not bench.gpu, save_strategy="no", logging_strategy="no", disable_tqdm=True)
-        trl.GRPOTrainer(model=bench.model, args=config, train_dataset=data, reward_funcs=score,
+        trl.GRPOTrainer(model=out, args=config, train_dataset=data, reward_funcs=score,
                         processing_class=bench.tokenizer, callbacks=[TakeTurns()]).train()
     took, ratios = zip(*((ours, theirs / ours) for ours, theirs in runs[1:]))
     return statistics.median(took), statistics.median(ratios), statistics.mean(lengths)
