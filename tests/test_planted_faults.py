@@ -237,7 +237,7 @@ FAULTS = {"ppo grpo gspo": [
     ("self.board.add_scalar(name, value, step)", "self.board.add_scalar(name, value, step - 1)",
      "cli: same_steps"),
     ('stats.get("skipped") or stats.get("value_skipped")', 'stats.get("skipped")', "cli: critics_step"),
-    ("torch.empty(0, device=text)", "torch.device(text)", "cli: does_not_see"),
+    ("torch.empty(0, device=text)", "torch.device(text)", "cli: out_of_range_or"),
     ("if args.eval_split == args.split:", "if False:", "cli: contradict"),
     ('print(f"warning: --{name} does', 'str(f"warning: --{name} does', "cli: contradict"),
 ], "tests/toy/make": [

@@ -2,10 +2,10 @@
 
     python tests/results/gradient_noise.py --model runs/sft --dataset runs/data/problems
 
-Batches of --prompts x --group_size completions for GRPO, and as many given solutions for supervised training. If a
-gradient is signal + noise and the noise is independent, the cosine is signal^2 / (signal^2 + noise^2): 1 is all
-signal, 0 all noise. Noise^2 falls as 1 / batch: a batch (1 - c) / c times as large would be half signal. Prints a
-line of JSON; all flags of grpo.py are known.
+Batches of --prompts x --group_size completions for GRPO, and as many given solutions for supervised training.
+If a gradient is signal + noise and the noise is independent, the cosine is signal^2 / (signal^2 + noise^2): 1
+is all signal, 0 all noise. Noise^2 falls as 1 / batch: a batch (1 - c) / c times as large would be half signal.
+Prints a line of JSON; all flags of grpo.py are known.
 """
 import itertools
 import json
