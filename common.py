@@ -1,9 +1,9 @@
 """What the three scripts share: everything that is not the algorithm.
 
-The method      Log-probabilities, Batching, Optimiser: read these beside grpo.py.
-The sampler     Sampling: how completions are drawn, one token of every row at a time.
-The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Run: read one
-                when something in it stops you.
+The method      Log-probabilities, Batching, Optimiser: 250 lines to read beside grpo.py.
+The sampler     Sampling: 250 lines on how completions are drawn, a token of every row at a time.
+The rest        Statistics, Models, Problems, Rewards, Grading, Command line, Run: to look things
+                up in.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
 completion), S in a prompt, T in a completion, M completion tokens in a batch, C tokens in a chunk,
@@ -11,11 +11,12 @@ V vocabulary, H width of a hidden state, D of a head. Of a part: n <= N, s <= S,
 
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on prompt and completion, even where a prompt holds eos, 0 on padding
+    attention  (N, L)  1 on prompt and completion, 0 on padding; ids do not tell them apart
     mask       (N, T)  1 on the sampled tokens, the first eos included, 0 behind them
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
     finished   (N,)    True where a stop token ended the completion
-    texts      N completions, and seconds, how long it took to sample them
+    texts      N completions
+    seconds    how long it took to sample them
 The scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
 """
 import argparse
@@ -52,7 +53,7 @@ def token_logprobs(model, batch, temperature):
     """Compute log pi of the completion tokens, where pi = softmax(logits / temperature).
     Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
     index, hidden, target = completion_states(model, batch)
-    layer = model.get_output_embeddings()
+    layer = model.get_output_embeddings()  # its weight and bias get gradients, a Head has numbers
     logp = ChunkedLogProbs.apply(
         hidden, layer.weight, layer.bias, target, output_head(model), temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
@@ -66,7 +67,7 @@ def token_values(model, batch):
 def completion_states(model, batch):
     """Run the body of the model and find the states that predict the M completion tokens.
     Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
-    position before it, which predicts it; and its id (M,). Nothing else is shifted."""
+    position before it, which predicts it; and its id (M,). No other code shifts by one."""
     row, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[row] + t  # (M,)
@@ -75,7 +76,7 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def body_of(model):
-    """Return the part of a model that makes hidden states; a critic is one itself."""
+    """Return the part of a model that makes hidden states; for a critic, the critic itself."""
     if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: base_model is not set
         return model.model
     return model.base_model
@@ -95,12 +96,12 @@ def output_head(model):
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     cap = cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
     weight = layer.weight
-    if not weight.is_cuda:  # a CPU cannot multiply 16 bits into float32: cast once
+    if not weight.is_cuda:  # a CPU cannot multiply 16 bits into float32: cast all of it here
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return Head(weight, layer.bias, factor, cap)
 
 def head_logits(hidden, head, temperature=1.0):
-    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 ones err by .07."""
+    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 logits err by .07."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     else:
@@ -116,13 +117,13 @@ def head_logits(hidden, head, temperature=1.0):
     return logits
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(logits / temperature)[target], computed C tokens at a time.
+    """The function log softmax(logits / temperature)[target], computed C tokens at a time.
     The backward pass computes the logits again: one more matrix product, but memory holds (C, V)
     numbers and not several times (M, V)."""
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head, temperature):
-        """(M, H), (V, H), (V,) or None, (M,) -> (M,). `head` has weight and bias too, but autograd
-        gives gradients to the arguments alone."""
+        """Map (M, H), (V, H), (V,) or None, (M,) to (M,). `head` has weight and bias too, but
+        autograd gives gradients to the arguments alone."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         ctx.C = 512 if hidden.is_cuda else 256
@@ -135,12 +136,14 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """From grad (M,): d log p(target) / d logits = (onehot(target) - p) / temperature."""
+        """Go back from grad (M,) to hidden, weight and bias. With z = logits / temperature and
+        without a cap: d log p(target) / dz = onehot(target) - p, dz / dh = factor / temperature
+        times the weight."""
         hidden, weight, bias, target = ctx.saved_tensors
         head = ctx.head
         grad = grad * (head.factor / ctx.temperature)  # (M,)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: see grad_dtype
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32, as Optimizer asks
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             chunk = slice(start, start + ctx.C)
@@ -158,36 +161,37 @@ class ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 # ---- Batching ----
-def minibatches(rollout, count, group_size, doing="update"):
-    """Cut a rollout into `count` even parts that keep groups whole; a bar shows `doing`."""
+def minibatches(rollout, count, group_size):
+    """Cut a rollout into `count` parts of about equal size, in whole groups.
+    The same parts in every epoch: nothing is shuffled, as problems come in random order."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     groups = rows.view(-1, group_size)  # (P, G)
-    for part in progress(groups.tensor_split(count), doing, "minibatch"):
+    for part in groups.tensor_split(count):
         yield select(rollout, part.flatten())
 
-def micro_batches(batch, tokens):
+def micro_batches(batch, tokens, doing="update"):
     """Cut a batch into micro-batches of one row or at most `tokens` positions with padding.
     Rows are sorted by length, so that there is little padding, and trimmed to the longest row. A
-    row 15 % shorter begins the next micro-batch (a further pass costs less than its padding), if
-    this one has tokens / 16 already (else passes would be tiny)."""
+    micro-batch with tokens / 16 positions ends early where the next row is 15 % shorter: a further
+    pass then costs less than the padding would. A bar shows `doing`."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     completions = batch["mask"].sum(1).long()[order].tolist()
-    begin = 0
-    while begin < len(lengths):
-        L = lengths[begin]
-        end = begin + 1
-        while end < len(lengths) and (end + 1 - begin) * L <= tokens:
-            if (end - begin) * L > tokens / 16 and lengths[end] < 0.85 * L:
-                break
-            end += 1
-        T = max(completions[begin:end])
+    cuts = [0]
+    for end in range(1, len(lengths)):
+        longest, rows = lengths[cuts[-1]], end - cuts[-1]
+        is_full = (rows + 1) * longest > tokens
+        is_shorter = lengths[end] < 0.85 * longest and rows * longest > tokens / 16
+        if is_full or is_shorter:
+            cuts.append(end)
+    parts = list(zip(cuts, cuts[1:] + [len(lengths)]))
+    for begin, end in progress(parts, doing, "micro-batch"):
+        L, T = lengths[begin], max(completions[begin:end])
         part = select(batch, order[begin:end])
         for name, value in part.items():
             if value.dim() == 2:
                 part[name] = value[:, :L] if name in ("ids", "attention") else value[:, :T]
         yield part
-        begin = end
 
 def select(batch, rows):
     """Return the tensors of a batch, with these rows alone."""
@@ -202,11 +206,12 @@ def rollout_values(model, rollout, args):
     return by_micro_batch(lambda b: token_values(model, b), rollout, args)
 
 def by_micro_batch(function, rollout, args):
-    """Apply `function` to the same micro-batches as update, and put rows back in place: in other
-    micro-batches a 16-bit log-prob rounds otherwise, by more than GSPO's clip range."""
+    """Apply `function` to the same micro-batches as update, and put rows back in place.
+    In other micro-batches a 16-bit log-prob would be rounded differently, by more than GSPO's clip
+    range."""
     result = torch.zeros_like(rollout["mask"])
-    for minibatch in minibatches(rollout, args.minibatches, args.group_size, "score"):
-        for b in micro_batches(minibatch, args.micro_batch_tokens):
+    for minibatch in minibatches(rollout, args.minibatches, args.group_size):
+        for b in micro_batches(minibatch, args.micro_batch_tokens, "log-probs"):
             result[b["row"], :b["mask"].shape[1]] = function(b)
     return result
 
@@ -222,7 +227,7 @@ class Optimizer:
         self.lr, self.args = lr, args
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
-        if args.gradient_checkpointing:
+        if args.gradient_checkpointing:  # here, as every model that is trained has an optimiser
             model.activation_checkpointing_enable({"use_reentrant": False})
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         self.masters = {}
@@ -234,7 +239,7 @@ class Optimizer:
         self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
         self.good_steps = 0  # since the last overflow
         self.adamw = torch.optim.AdamW(
-            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps
+            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps: too many
             eps=eps, weight_decay=0.0, fused=True)
 
     def backward(self, loss):
@@ -283,7 +288,7 @@ class Optimizer:
         self.adamw.load_state_dict(state["adamw"])
         for name, master in self.masters.items():
             for tensor in (state["masters"][name], *self.adamw.state[master].values()):
-                if tensor.dim() > 0 and tensor.shape != master.shape:  # 0: AdamW's step count
+                if tensor.dim() > 0 and tensor.shape != master.shape:  # AdamW's step is a scalar
                     raise ValueError(f"another shape of {name}")
         for name, master in self.masters.items():
             master.data.copy_(state["masters"][name])
@@ -307,12 +312,13 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
         completions, _ = sample_with_transformers(model, rows, max_new_tokens, temperature, stop)
     else:
         sampler = Sampler(model, prompts, group_size, max_new_tokens, temperature, stop)
-        completions = sampler.run(max_new_tokens, cuda_graphs)
+        completions = sampler.run(cuda_graphs)
     model.train(was_training)
     rollout = as_rollout(rows, completions, model.device)
     rollout["finished"] = torch.tensor([c[-1] in stop for c in completions], device=model.device)
     rollout["texts"] = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return rollout | {"seconds": time.perf_counter() - start}
+    rollout["seconds"] = time.perf_counter() - start
+    return rollout
 
 def stop_ids(model, tokenizer):
     """Return the ids that end a completion; chat models have several."""
@@ -336,23 +342,23 @@ class KVCache:
     two things of a cache: update() and get_seq_length()."""
     def __init__(self, length):
         self.length = length
-        self.layers = []  # per layer [keys, values], each (N, length, heads, D)
+        self.layers = []  # per layer [keys, values], each (rows, length, heads, D)
         self.index = None  # where the next ones go: row (n, 1), position (n, s)
-        self.width = None  # attention looks at so many positions
+        self.width = None  # attention reads the first `width` positions
 
     def update(self, keys, values, layer, *_):
         """Keep a layer's new keys and values (n, heads, s, D); return all that it attends to."""
         if layer == len(self.layers):
             self.layers.append([new.new_zeros(len(new), self.length, new.shape[1], new.shape[3])
                                 for new in (keys, values)])
-        shown = []
+        visible = []
         for cached, new in zip(self.layers[layer], (keys, values)):
             cached[self.index] = new.transpose(1, 2)
-            shown.append(cached[:len(new), :self.width].transpose(1, 2))
-        return shown
+            visible.append(cached[:len(new), :self.width].transpose(1, 2))
+        return visible
 
     def get_seq_length(self, *_):
-        """Return 0; not used, as models are given position_ids."""
+        """Return 0: models ask for it, but use the position_ids that they are given."""
         return 0
 
     def repeat(self, count):
@@ -368,11 +374,12 @@ class KVCache:
 
 class Sampler:
     """Rows of completions that are being written, and the cache of what the model has read.
-    Tensors change in place and their shapes are fixed within a token (next_token), so that a CUDA
-    graph can replay it; run drops finished rows, which changes shapes, between tokens."""
+    next_token changes tensors in place and never their shapes, so that a CUDA graph can replay it;
+    between tokens run may drop finished rows, which changes shapes."""
     def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
         device = model.device
         self.model, self.group_size, self.temperature = model, group_size, temperature
+        self.max_new_tokens = max_new_tokens
         self.head = output_head(model)
         self.stop = torch.tensor(stop, device=device)
         self.S = max(len(prompt) for prompt in prompts)
@@ -389,11 +396,11 @@ class Sampler:
         self.running = torch.ones_like(self.position, dtype=torch.bool)  # (N,) no stop token yet
         self.active = torch.arange(len(rows), device=device)  # (n,) the rows that are in the cache
 
-    def run(self, max_new_tokens, cuda_graphs):
+    def run(self, cuda_graphs):
         """Write up to max_new_tokens tokens of every row; returns N completions, lists of ids."""
         graph = Graph(self.next_token) if cuda_graphs and self.ids.is_cuda else None
         self.append(self.read_prompts())
-        for t in progress(range(1, max_new_tokens), "sampling", "token"):
+        for t in progress(range(1, self.max_new_tokens), "sampling", "token"):
             if t % 4 == 0:  # not at every token: reading a value waits for the GPU
                 running = self.running[self.active].float().mean().item()
                 if running == 0:
@@ -446,10 +453,11 @@ class Sampler:
         return head_logits(hidden[row, last], self.head)
 
     def append(self, logits):
-        """Draw the tokens of the running rows from softmax(logits / temperature), (n, V)."""
+        """Draw a token for each active row from softmax(logits / temperature), (n, V).
+        A finished row writes it behind its end, where completions does not look."""
         token = draw(logits, self.temperature)  # (n,)
         running = self.running[self.active]  # (n,)
-        self.ids[self.active, self.position[self.active] + 1] = token  # finished: behind its end
+        self.ids[self.active, self.position[self.active] + 1] = token
         self.position[self.active] += running.long()
         self.running[self.active] = running & (token[:, None] != self.stop).all(1)
 
@@ -463,20 +471,21 @@ class Graph:
         if shape == self.shape:
             self.graph.replay()
             return
-        self.step()  # first without a graph: what libraries do once must not be in it
+        self.step()  # a warm-up: what libraries do at a first call must not be recorded
         self.graph, self.shape = torch.cuda.CUDAGraph(), shape
         with or_fail("this model cannot be recorded: give --no-cuda_graphs"):
-            with torch.cuda.graph(self.graph):  # fails if the model reads a value
+            with torch.cuda.graph(self.graph):  # fails if the model waits for a value, as .item()
                 self.step()  # recorded, not run
 
 def draw(logits, temperature):
-    """Draw one id a row from softmax(logits / temperature), (n, V) -> (n,); at 0 take the best.
-    By the inverse of the cumulated distribution: one random number a row, not V of them."""
+    """Draw one id per row from softmax(logits / temperature), (n, V) -> (n,); at 0 take the best.
+    By inverting the cumulative distribution: one random number per row, not V of them."""
     if temperature == 0:
         return logits.argmax(-1)
-    cumulated = (logits / temperature).softmax(-1).cumsum(-1)  # (n, V)
+    # float64: a GPU adds in parallel, and float32 sums might decrease from id to id.
+    cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)  # (n, V)
     u = 1 - torch.rand(len(logits), 1, device=logits.device)  # in (0, 1]: never an id of p = 0
-    return torch.searchsorted(cumulated, u * cumulated[:, -1:]).squeeze(1)
+    return torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
 
 def round_up(n, step):
     """Return the first multiple of `step` from n on."""
@@ -491,10 +500,12 @@ def attention_masks(model, positions, width):
     column = torch.arange(width, device=positions.device)  # (width,)
     full = torch.where(column > query, -math.inf, 0.0).to(model.dtype)
     masks = {"full_attention": full}
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # no window: full
+    window = getattr(config, "sliding_window", None)
+    only_kind = "sliding_attention" if window else "full_attention"  # without layer_types
+    kinds = set(getattr(config, "layer_types", None) or [only_kind])
     if "sliding_attention" in kinds:
-        window = getattr(config, "sliding_window", None) or width
-        masks["sliding_attention"] = full.masked_fill(column <= query - window, -math.inf)
+        masks["sliding_attention"] = full.masked_fill(
+            column <= query - (window or width), -math.inf)
     if "chunked_attention" in kinds:
         chunk = config.attention_chunk_size
         masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
@@ -503,9 +514,10 @@ def attention_masks(model, positions, width):
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, logits=False):
-    """Sample a completion of each prompt by transformers' own generate, without its extras; slow.
-    For models whose memory is more than keys and values. Returns the completions, lists of ids,
-    and if asked the logits of each token, T of (N, V)."""
+    """Sample a completion of each prompt by transformers' own generate, which is slow.
+    For models that keep more than keys and values, such as recurrent states. The model's own
+    top_k and the like are left out. Returns the completions, lists of ids, and if asked the logits
+    of each token, T of (N, V)."""
     import transformers
     S = max(len(prompt) for prompt in prompts)
     pad = stop[0] if stop else 0
@@ -514,14 +526,20 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     own_settings = model.generation_config
     model.generation_config = transformers.GenerationConfig()  # else its top_k and the like act
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
-    hook = model.get_output_embeddings().register_forward_hook(  # draws from float32 logits
-        lambda layer, inputs, output: head_logits(inputs[0][:, -1], head)[:, None])
+    bar = progress(range(max_new_tokens), "sampling", "token")
+
+    def float32_logits(layer, inputs, output):
+        """Replace the last layer's 16-bit logits, once per token."""
+        bar.update()
+        return head_logits(inputs[0][:, -1], head)[:, None]
+    hook = model.get_output_embeddings().register_forward_hook(float32_logits)
     output = model.generate(
         ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
         max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
         do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
         return_dict_in_generate=True)
     hook.remove()
+    bar.close()
     model.generation_config = own_settings
     completions = []
     for written in output.sequences[:, S:].tolist():
@@ -531,7 +549,7 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
 
 # ---- Statistics ----
 def means(logged):
-    """Reduce what the micro-batches of an update logged to one number a name.
+    """Reduce what the micro-batches of an update logged to one number per name.
     Each entry of `logged` is a dict. A value is a pair (sum, count), of which the mean over all
     entries is taken; a name that ends in _max has a number, of which the maximum is taken."""
     result = {}
@@ -541,7 +559,7 @@ def means(logged):
         is_max = name.endswith("_max")
         for value in values:
             is_pair = isinstance(value, tuple) and len(value) == 2
-            if is_pair == is_max:
+            if is_pair == is_max:  # exactly one must hold
                 raise TypeError(f'stats["{name}"] is {value!r}: give a pair (sum, count), or a '
                                 "number under a name that ends in _max")
         if is_max:
@@ -582,31 +600,31 @@ def explained_variance(returns, values, mask):
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped, rows=32):
     """Measure how far rounding alone moves the ratio, on some rows of the first rollout.
-    They are scored again one at a time, in 16 bits by a float32 copy of the policy. Returns the
-    deviation of log(pi / pi_old) for a token, and of its mean over a completion: sqrt 2 times the
-    error found, as both log-probs are rounded. Warns where the clip range of what is `clipped`, a
-    "token" or a "sequence", is so narrow that rounding decides."""
+    Their log-probs are computed again one row at a time; if the policy has 16 bits, by a float32
+    copy of it. Returns the deviation of log(pi / pi_old) for a token, and of its mean over a
+    completion: sqrt 2 times the error found, as pi and pi_old are both rounded. Warns where
+    rounding decides, as the clip range of what is `clipped`, "token" or "sequence", is narrow."""
     some = select(rollout, slice(rows))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
     gaps = []
-    for b in micro_batches(some, 1):
+    for b in micro_batches(some, 1, "rounding"):
         gaps.append((token_logprobs(exact, b, args.temperature) - b["old_logp"])[0])  # (t,)
     tokens, sequences = torch.cat(gaps), torch.stack([gap.mean() for gap in gaps])
     noise = {"token": (2 * tokens.square().mean()).sqrt().item(),
              "sequence": (2 * sequences.square().mean()).sqrt().item()}
     for name in ("eps_low", "eps_high"):
-        eps = getattr(args, name, math.inf)  # a fork may have neither
+        eps = getattr(args, name, math.inf)  # a script of your own may have neither
         if eps < 2 * noise[clipped]:
-            print(f"warning: rounding in {args.dtype} moves the log of a {clipped}'s ratio by "
-                  f"{noise[clipped]:.1g}: --{name} {eps:g} clips at random; give a wider one or a "
-                  "finer --dtype")
+            warn(f"rounding in {args.dtype} moves the log of a {clipped}'s ratio by "
+                 f"{noise[clipped]:.1g}: --{name} {eps:g} clips at random; give a wider one or a "
+                 "finer --dtype")
         if clipped == "sequence" and 0.1 <= eps < math.inf:
-            print(f"warning: --{name} {eps:g} hardly ever clips a sequence; usually 3e-4 to .01")
+            warn(f"--{name} {eps:g} hardly ever clips a sequence; usually 3e-4 to .01")
     return {"ratio_noise": noise["token"], "sequence_ratio_noise": noise["sequence"]}
 
 def evaluate(policy, tokenizer, problems, reward, args):
-    """Compute the share of right answers to held-out problems, greedily and in samples.
+    """Compute accuracy on held-out problems, greedy and sampled; samples' mean reward and length.
     Where c of n = --eval_samples samples are right, the unbiased estimate is
     pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1). A reward of 1 or more is right."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation
@@ -641,7 +659,7 @@ def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
     return torch.cat(rewards), torch.cat(lengths).mean().item()
 
 def progress(items, doing, unit):
-    """Show a bar below that of the run while `items` go by, in a terminal and if it takes long."""
+    """Iterate over `items` with a bar below that of the run: in a terminal, after 2 seconds."""
     return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
 
 # ---- Models ----
@@ -651,14 +669,14 @@ def load_model(kind, flag, args):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     source = getattr(args, flag)
-    place = "" if Path(source).is_dir() else "no directory, "
-    with or_fail(f"--{flag} {source}: {place}cannot be loaded"):
+    hint = "" if Path(source).is_dir() else "no directory, "
+    with or_fail(f"--{flag} {source}: {hint}cannot be loaded"):
         model, found = getattr(transformers, kind).from_pretrained(
             source, dtype=getattr(torch, args.dtype), use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True)
+            output_loading_info=True, ignore_mismatched_sizes=True)  # listed below, not raised
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if tokenizer.vocab_size < 3:  # made of no files: special tokens alone
+    if tokenizer.vocab_size < 3:  # without files of one transformers makes it of special tokens
         missing.append("tokenizer")
     if missing:
         fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
@@ -702,7 +720,8 @@ def resolve_and_check(args, policy, trained_models=1):
         check_model(policy, args)
 
 def resolve_defaults(args, policy):
-    """Replace every default that is a dict by one of its values, by the model's size or --dtype."""
+    """Replace every default that is a dict by one of its values, by the model's size or --dtype.
+    Also sets one thread for the toy, and --max_prompt_tokens to what the model has room for."""
     kind = "toy" if policy.num_parameters() < 1_000_000 else "real"
     for name, value in vars(args).items():
         if isinstance(value, dict):
@@ -721,14 +740,16 @@ def resolve_defaults(args, policy):
 
 def check_memory(args, size, trained_models):
     """Stop if `size` parameters do not fit the GPU, or their checkpoint the disk."""
-    per_model = 6 if args.offload_optimizer else 18  # bytes: 2 + 4 of gradient, + 12
+    # Bytes, in 16 bits: weight 2 and gradient 4; with the optimiser master 4 and moments 8.
+    per_model = 6 if args.offload_optimizer else 18
     held = size * per_model * trained_models
-    if getattr(args, "beta", 0) > 0:  # a fork may have none
+    if getattr(args, "beta", 0) > 0:  # a script of your own may have none
         held += size * 2  # the reference
     if args.device.startswith("cuda") and held > torch.cuda.mem_get_info(args.device)[1]:
         fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try "
              "--offload_optimizer, --beta 0")
-    saved = size * 14 * trained_models  # bytes: weight 2, master 4, moments 8
+    weight = 4 if args.dtype == "float32" else 2
+    saved = size * (weight + 4 + 8) * trained_models  # bytes: weight, master, moments
     free = shutil.disk_usage(args.out).free
     if saved > free:
         fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
@@ -763,7 +784,7 @@ def check_model(model, args):
         problem = "changes its logits after the head"
     elif differ(in_training, states, close):
         problem = "is random or different in training mode"
-    elif problem := sampling_problem(model, prompts, T, 10 * close):  # token by token
+    elif problem := sampling_problem(model, prompts, T, 10 * close):  # None if all is well
         print(f"the model {problem}: transformers' own generate is to sample, which is slow")
         model.sampled_by_transformers = True
         problem = sampling_problem(model, prompts, T, 10 * close)
@@ -777,49 +798,54 @@ def sampling_problem(model, prompts, T, tolerance):
         if model.sampled_by_transformers:
             completions, logits = sample_with_transformers(model, prompts, T, 0.0, [], logits=True)
         else:
-            sampler, logits = Sampler(model, prompts, 1, T, temperature=0.0, stop=[]), []
+            sampler = Sampler(model, prompts, 1, T, temperature=0.0, stop=[])
+            sampler.width = sampler.cache.length  # all of it, so that it need not grow
+            logits = []
             for t in range(T):
                 logits.append(sampler.read_last() if t else sampler.read_prompts())
                 sampler.append(logits[-1])
-                sampler.width = sampler.cache.length  # all of it: here the width need not grow
             completions = sampler.completions()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a family raises
-        return f"cannot be sampled from: {textwrap.shorten(str(error), 200)}"
+        reason = f"{type(error).__name__}: {error}"
+        return f"cannot be sampled from: {textwrap.shorten(reason, 200)}"
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
         ids = torch.tensor([prompt + completion[:-1]], device=model.device)
         own = model(ids, use_cache=False).logits[0, -T:]  # (T, V)
         if differ(torch.stack([each[i] for each in logits]), own, tolerance):
             return "has other logits token by token"
 
-def differ(ours, its, tolerance):
-    """Tell whether two tensors differ by over `tolerance` x the largest deviation in `its`."""
-    scale = (its - its.mean(-1, keepdim=True)).abs().max()
-    return not (ours.float() - its.float()).abs().max() <= tolerance * scale  # nan differs, too
+def differ(found, expected, tolerance):
+    """Tell whether they differ by over `tolerance` times the largest deviation of `expected`."""
+    scale = (expected - expected.mean(-1, keepdim=True)).abs().max()
+    error = (found.float() - expected.float()).abs().max()
+    return not error <= tolerance * scale  # nan differs, too
 
 def say_how_long(args, tokens_per_s):
-    """Warn where the run may not end in a day: each token is sampled, scored and trained on."""
+    """Warn where a run may not end in a day: a lower bound, as sampling is slower than reading."""
     evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
     tokens = args.prompts * args.group_size * args.max_new_tokens
     step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # backward = 2 forward
     if args.steps * step + (1 + args.steps / args.eval_every) * evaluation > 24 * 3600:
-        print(f"warning: at {tokens_per_s:.0f} tokens/s an evaluation may take "
-              f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
-              "--eval_problems, --prompts or --steps")
+        warn(f"at {tokens_per_s:.0f} tokens/s an evaluation may take at least "
+             f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
+             "--eval_problems, --prompts or --steps")
 
 # ---- Problems ----
 def load_problems(args, tokenizer, reward):
     """Load the training and the held-out problems.
     A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
     splits = read_splits(args.dataset)
-    if list(splits) == [args.split] and args.eval_split == "test":
+    if list(splits) == [args.split] and args.eval_split == "test":  # the default
         train, held_out = hold_out_a_fifth(splits[args.split], args)
     else:
         for flag in ("split", "eval_split"):
             name = getattr(args, flag)
             if name not in splits:
                 fail(f"--{flag} {name}: --dataset {args.dataset} has only {', '.join(splits)}")
+        if args.eval_split == args.split:
+            warn("--eval_split is --split: what is trained on is not held out")
         train, held_out = splits[args.split], splits[args.eval_split]
     needs_answer = reward is answer_reward
     train = prepare(train, tokenizer, args, "train on", needs_answer)
@@ -829,11 +855,15 @@ def load_problems(args, tokenizer, reward):
     return train, random.Random(0).sample(held_out, count)
 
 def hold_out_a_fifth(rows, args):
-    """Split by the question alone, so that one asked twice is on one side; always the same."""
+    """Return rows to train on and about a fifth to hold out, always the same.
+    A row's side depends on its question alone, so that one asked twice is on one side."""
     train, held_out = [], []
     for row in rows:
         question = str(row.get(args.question_column))
-        (held_out if random.Random(question).random() < 0.2 else train).append(row)
+        if random.Random(question).random() < 0.2:
+            held_out.append(row)
+        else:
+            train.append(row)
     return train, held_out
 
 def read_splits(source):
@@ -924,6 +954,8 @@ def prompt_ids(chats, tokenizer, args):
     if not tokenizer.chat_template:
         texts = ["".join(message["content"] + "\n" for message in chat) for chat in chats]
         return [tokenizer(text)["input_ids"] for text in texts]
+    if not chats:  # no template takes none
+        return []
     template = tokenizer.apply_chat_template
     with or_fail(f"--model {args.model}: its chat template fails"):
         try:
@@ -940,13 +972,13 @@ def prompt_ids(chats, tokenizer, args):
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template adds them
 
 def warn_if_changed(problems, args):
-    """Warn if a resumed run has other problems than it began with; keeps their number and hash."""
+    """Warn if a resumed run's problems are not those it began with; args.json keeps their hash."""
     texts = "".join(problem["question"] + problem["answer"] for problem in problems)
     now = f"{len(problems)} with hash {zlib.crc32(texts.encode()):08x}"
     before = getattr(args, "problems", now)
     if before != now:
-        print(f"warning: --dataset {args.dataset} has changed: it had problems to train on "
-              f"{before}, now {now}")
+        warn(f"--dataset {args.dataset} has changed: it had problems to train on {before}, "
+             f"now {now}")
     args.problems = now
 
 def batch_of(problems, step, args):
@@ -954,12 +986,12 @@ def batch_of(problems, step, args):
     All problems are shuffled, used up, shuffled anew, and so on: which come now is a function of
     --seed and the step, so that there is no state to save."""
     batch, shuffles = [], {}
-    for place in range((step - 1) * args.prompts, step * args.prompts):
-        turn, i = divmod(place, len(problems))
-        if turn not in shuffles:
-            rng = random.Random(f"{args.seed} {turn}")
-            shuffles[turn] = rng.sample(problems, len(problems))
-        batch.append(shuffles[turn][i])
+    for drawn in range((step - 1) * args.prompts, step * args.prompts):
+        epoch, i = divmod(drawn, len(problems))
+        if epoch not in shuffles:
+            rng = random.Random(f"{args.seed} {epoch}")
+            shuffles[epoch] = rng.sample(problems, len(problems))
+        batch.append(shuffles[epoch][i])
     return batch
 
 # ---- Rewards ----
@@ -1002,7 +1034,9 @@ def rewards_of(reward, problems, rollout):
     problem_of_row = [problem for problem in problems for _ in range(group_size)]
     try:
         rewards = reward(problem_of_row, texts)
-    except SystemExit:
+    except SystemExit as exit:
+        if exit.code == 2:  # fail has said why
+            raise
         fail(f"the reward {name} called sys.exit")
     with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
         if isinstance(rewards, dict):
@@ -1029,8 +1063,8 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\[,:;!]|\\q?quad|\\(?:left|right)(?![a-z])", ""),  # \left(1,\,2\right) -> (1,2)
     (r"(?<=\\)[dtc](?=frac)|(?<=\\[lg]e)q(?:slant)?", ""),  # \dfrac12\leq x -> \frac12\le x
     (r"\\(?:text[a-z]*|mbox|math[a-z]*) ?\{([^{}]*)\}", r" \1 "),  # 5\text{cm}^2 -> 5 cm ^2
-    (rf"(?<=[0-9)}}]) +{NO_UNIT}[a-z]{{2}}[A-Za-z /]*(?:\^[23])?[. ]*$", ""),  # 5 cm ^2 -> 5
     (r"(?<![A-Za-z\\])(sqrt|pi|infty)(?![a-z])", r"\\\1"),  # 2sqrt(3) -> 2\sqrt(3)
+    (rf"(?<=[0-9)}}]) +{NO_UNIT}[a-z]{{2}}[A-Za-z /]*(?:\^[23])?[. ]*$", ""),  # 5 cm ^2 -> 5
     (r"(\\sqrt|[\^_]) ?(?:\{([^{}]*)\}|(-?[0-9]+|[A-Za-z]))", r"\1(\2\3)"),  # x^2 -> x^(2)
     (FRACTION, r" \3\1\2/\4\5 "),  # 5\frac{3}8x -> 5 3/8 x
     (r"(?:\*|\\cdot\b|\\times\b)(?! *[0-9*])", ""),  # 5\cdot\pi -> 5\pi
@@ -1042,13 +1076,14 @@ THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 12
 GROUP = re.compile(r"([(\[{])([^][(){}]*)([)\]}])")  # 2(x+(y)) -> (y)
 TERMS = re.compile(r".*=.*|[-+]*[^-+]+|[-+]+")  # 5-x+y -> 5, -x, +y
 NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8, 3/8, 0.5, .5
-# signs, number, rest, divisor; 2^3, 3!, 1:2 have no number in front; a lone sign is the rest
+# sign, number, rest, divisor: '-6x/4' -> '-', '6', 'x', '4'; 2^3, 3!, 1:2 and '-' are all rest
 TERM = rf"([-+]*(?=.))(?:({NUMBER})(?![0-9.^_!:]))?(.*?)(?:(?<=[^-+])/([1-9][0-9]*))?"
-DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # done: {1} is (1)
+DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # GROUP and TERMS pass over these
 
 def extract_answer(text):
-    r"""Return the last <answer>...</answer> (in it the last box), or the last box, or the last
-    ####; None if there is no mark or it is empty: 'so \boxed{\frac{1}{2}}.' -> '\frac{1}{2}'."""
+    r"""Return the last <answer>...</answer> (in it the last box or ####), or the last box, or the
+    last ####; None if there is no mark or it is empty: 'so \boxed{\frac{1}{2}}.' -> '\frac{1}{2}'.
+    """
     text = text.replace("\\boxed {", "\\boxed{") if isinstance(text, str) else ""
     _, tag, text = text.rpartition("<answer>")
     text = text.rpartition("</answer>")[0] if tag else text
@@ -1065,10 +1100,10 @@ def extract_answer(text):
 
 def term(text):
     """Rewrite one term of a sum, its number exact and in front: '-6x/4' -> '-3/2 x'."""
-    signs, number, rest, under = re.fullmatch(TERM, text).groups()  # '-', '6', 'x', '4'
+    signs, number, rest, divisor = re.fullmatch(TERM, text).groups()
     value = sum(map(Fraction, (number or "1").split()))  # '1 3/8' is 1 + 3/8
-    if under:
-        value /= int(under)
+    if divisor:
+        value /= int(divisor)
     if signs.count("-") % 2 == 1:
         value = -value
     if rest and value == 1:
@@ -1110,7 +1145,7 @@ def math_reward(completion, answer):
     5 cm)."""
     given = extract_answer(completion)
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
-    return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
+    return float(answer is not None and not forms(given).isdisjoint(forms(gold)))  # None: no text
 
 def readable(answer):
     """Tell whether a gold answer, given as the completion, gets 1.0."""
@@ -1147,16 +1182,8 @@ def by_dtype(float32, float16, bfloat16):
 count, count_or_zero = in_range(int, 1, 10 ** 9), in_range(int, 0, 10 ** 9)
 two_or_more = in_range(int, 2, 10 ** 9)  # a group of one has no deviation
 positive, positive_or_zero = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
-share = in_range(float, 0, 1)  # from 0 to 1
+share = in_range(float, 0, 1)
 switch = argparse.BooleanOptionalAction  # --name and --no-name
-
-def device(text):
-    """A device on which torch can make a tensor."""
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError):
-        raise argparse.ArgumentTypeError(f"{text}: torch {torch.__version__} sees no such device")
-    return text
 
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 
@@ -1184,7 +1211,7 @@ def add_args(parser):
     add("--gradient_checkpointing", action=switch, default=by_size(False, True),
         help="recompute activations: a third more work, far less memory")
     add("--offload_optimizer", action=switch, default=False, help="masters and moments on the host")
-    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu",
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
         help="any that torch knows; cpu and cuda are tested")
     add("--dtype", choices=["float32", "bfloat16", "float16"],
         help="of weights and activations, else bfloat16 on a GPU; masters are float32")
@@ -1215,11 +1242,11 @@ def parse(parser, argv):
                 fail(f"--resume: the run in {args.out} has {name} {value}")
     for name in ("kl", "ref_every"):  # flags of grpo.py and gspo.py
         if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
-            print(f"warning: --{name} does nothing with --beta 0")
+            warn(f"--{name} does nothing with --beta 0")
+    with or_fail(f"--device {args.device}: torch {torch.__version__} sees no such device"):
+        torch.empty(0, device=args.device)
     if args.minibatches > args.prompts:
         fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
-    if args.eval_split == args.split:
-        print("warning: --eval_split is --split: what is trained on is not held out")
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     return args
 
@@ -1227,6 +1254,10 @@ def fail(message, status=2):
     """Say in one line what is wrong and exit."""
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
+
+def warn(message):
+    """Print a warning, above the bars."""
+    tqdm.write(f"warning: {message}")
 
 @contextlib.contextmanager
 def or_fail(message):
@@ -1243,16 +1274,8 @@ def or_fail(message):
 WIDTH = 99  # columns of what is printed
 
 def launch(main, args):
-    """Run `main` in --out. An error that a user can fix is one line, others a traceback."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every new shape
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))
-    # Flush every line, into a file too; escape what the terminal's encoding does not have.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    if args.device.startswith("cuda"):
-        index = torch.empty(0, device=args.device).device  # cuda has an index, too
-        torch.cuda.set_device(index)  # graphs are recorded on the current device
+    """Claim --out and run `main`. An error that a user can fix is one line, others a traceback."""
+    prepare_process(args)
     made = args.out is None or not os.path.exists(args.out)
     lock = claim(args)
     try:
@@ -1268,6 +1291,18 @@ def launch(main, args):
             shutil.rmtree(args.out)  # nothing was saved
         lock.release()
 
+def prepare_process(args):
+    """Set what holds for the whole process: output streams and the GPU."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
+    # Flush every line, into a file too; escape what the terminal's encoding does not have.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    # cuDNN's attention plans anew for every shape, and here each batch has its own.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if args.device.startswith("cuda"):  # CUDA graphs are recorded on the current device
+        torch.cuda.set_device(torch.empty(0, device=args.device).device)  # cuda becomes cuda:0
+
 def claim(args):
     """Make --out and lock it for this process; returns the lock. A killed process leaves none."""
     try:
@@ -1280,6 +1315,7 @@ def claim(args):
         lock = FileLock(Path(args.out, ".lock"))
         lock.acquire(timeout=0)
     except OSError as error:
+        # The lock's own error is an OSError without a strerror.
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     return lock
 
@@ -1323,13 +1359,13 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
 
 def load_checkpoint(args, models, optimizers):
     """Load the newest checkpoint in --out and return its step; 0 if there is none.
-    A run without --resume begins in an empty directory: launch has seen to that."""
+    A run without --resume begins in an empty directory: claim has seen to that."""
     if not checkpoints(args):
         return 0
     newest = checkpoints(args)[-1]
     with or_fail(f"--resume: {newest}/metrics.jsonl cannot be used"):
         for line in Path(newest, "metrics.jsonl").read_text().splitlines():
-            json.loads(line)["step"]
+            json.loads(line)["step"]  # raises if the line is damaged
     with or_fail(f"--resume: {newest}/optimizer.pt cannot be used"):
         damaged = zipfile.ZipFile(newest / "optimizer.pt").testzip()  # it has checksums
         if damaged:
@@ -1365,7 +1401,8 @@ class StopSignal:
         print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
 
     def requested(self):
-        """Tell whether this step is the last: asked once a step, just before it may be saved."""
+        """Tell whether this step is the last: asked once a step, just before it may be saved.
+        A signal that comes later waits for the next step, else this one would not be saved."""
         self.leaving = self.status != 0
         return self.leaving
 
@@ -1390,17 +1427,17 @@ class Logger:
                 from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(args.out, purge_step=start + 1)
         self.path = Path(args.out, "metrics.jsonl")
-        self.path.write_text("")
         if start:
             shutil.copy(Path(args.out, f"step-{start}", "metrics.jsonl"), self.path)
+        else:
+            self.path.write_text("")
         unfinished = Path(args.out, "args.tmp")
         unfinished.write_text(json.dumps(vars(args), indent=1))
         unfinished.replace(Path(args.out, "args.json"))  # never half a file
         self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
-        if start >= args.steps:
-            self.say(f"resumed after step {start}, the last: raise --steps")
-        elif start:
-            self.say(f"resumed after step {start}")
+        if start:
+            hint = ", the last: raise --steps" if start >= args.steps else ""
+            self.say(f"resumed after step {start}{hint}")
         else:
             self.say("evaluating before the first step")
 
@@ -1430,11 +1467,10 @@ class Logger:
         if "eval_accuracy" in stats:
             self.say(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
         if stats.get("truncated", 0) > 0.5:
-            self.say("warning: over half of the completions are cut off: raise --max_new_tokens or "
-                     "lower --lr")
+            warn("over half of the completions are cut off: raise --max_new_tokens or lower --lr")
         if stats.get("skipped") or stats.get("value_skipped"):
             cure = "the loss scale is halved" if self.args.dtype == "float16" else "lower --lr"
-            self.say(f"warning: the gradient was not finite, its step is skipped: {cure}")
+            warn(f"the gradient was not finite, its step is skipped: {cure}")
 
     def say(self, text, indent=""):
         """Print above the bar, control characters escaped."""
@@ -1446,7 +1482,7 @@ class Logger:
         """Print the results and where they are; after a signal exit with its status."""
         stop.reset()
         self.bar.close()
-        for stats in map(json.loads, self.path.open()):
+        for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_accuracy" in stats:
                 print(f"held out, after {stats['step']:3} steps  "
                       f"{format_stats(stats, self.HELD_OUT)}")

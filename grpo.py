@@ -30,7 +30,7 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """The flags that change the equations; common.add_args has those that every script shares."""
+    """Parse the flags that change the equations, and those of every script: common.add_args."""
     parser = common.parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
     add("--prompts", type=common.count, default=32, help="P: more make a steadier gradient")
@@ -51,7 +51,7 @@ def parse_args(argv=None):
     return common.parse(parser, argv)
 
 def group_advantages(rewards, group_size):
-    """Equation (1). Rewards (N,), groups side by side -> advantages (N,).
+    """Compute equation (1). Rewards (N,), groups side by side -> advantages (N,).
 
     The paper does not say which deviation (this is the sample's, n - 1) and has no 1e-4. A group
     of equal rewards gets exactly 0, as its deviation may be rounding noise.
@@ -62,11 +62,11 @@ def group_advantages(rewards, group_size):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
-    """Equations (2) to (4), negated: the SUM over rows of row means, so that micro-batches add
-    up to the same gradient; the caller divides by the rows of the whole optimiser step.
+    """Compute -J, equations (2) to (4), as the SUM over rows of row means: so micro-batches add up
+    to the same gradient. The caller divides by the rows of the whole optimiser step.
 
-    adv is (N, T) or (N, 1), all else (N, T); ref_logp may be None if beta is 0. Log-ratios are cut
-    at 20, so that exp is finite. Returns the loss, a scalar, and statistics: see common.means.
+    adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
+    Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
@@ -122,7 +122,7 @@ def update(policy, optimizers, rollout, args):
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_and_check(args, policy)  # args is final from here on
+    common.resolve_and_check(args, policy)  # settles the defaults
     reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
     problems, held_out = common.load_problems(args, tokenizer, reward)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None

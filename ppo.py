@@ -31,7 +31,7 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """The flags that change the equations; common.add_args has those that every script shares."""
+    """Parse the flags that change the equations, and those of every script: common.add_args."""
     parser = common.parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
     add("--prompts", type=common.count, default=256, help="P: more make a steadier gradient")
@@ -56,7 +56,7 @@ def parse_args(argv=None):
     return common.parse(parser, argv)
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
-    """Equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
+    """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
 
     The reward is paid at the last token, EOS or where the completion was cut. The penalty is the
     estimator k1: it works as a reward, but as a loss its gradient would be 0 on average.
@@ -69,7 +69,7 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
     return rewards
 
 def gae(rewards, values, mask, gamma, lam):
-    """Equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T), 0 outside mask."""
+    """Compute equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T)."""
     values = values * mask  # V after the last token is 0: nothing is bootstrapped beyond the end
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
@@ -81,17 +81,17 @@ def gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 def whiten(x, mask):
-    """Mean 0 and deviation 1 over the completion tokens of a whole rollout; (N, T) -> (N, T)."""
+    """Give x, (N, T), mean 0 and deviation 1 over the completion tokens of a whole rollout."""
     mean = (x * mask).sum() / mask.sum()
     variance = ((x - mean) ** 2 * mask).sum() / mask.sum()
     return (x - mean) * mask / (variance + 1e-8).sqrt()
 
 def policy_loss(logp, old_logp, adv, mask, args):
-    """Equations (2) and (3), negated: the SUM over rows of row means, so that micro-batches add
-    up to the same gradient; the caller divides by the rows of the whole optimiser step.
+    """Compute -J, equations (2) and (3), as the SUM over rows of row means: so micro-batches add up
+    to the same gradient. The caller divides by the rows of the whole optimiser step.
 
-    adv is (N, T) or (N, 1), all else (N, T); ref_logp may be None if beta is 0. Log-ratios are cut
-    at 20, so that exp is finite. Returns the loss, a scalar, and statistics: see common.means.
+    adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
+    Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
@@ -108,7 +108,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
     return loss, stats
 
 def value_loss(values, old_values, returns, mask, args):
-    """Equation (5): the SUM over rows of row means. All (N, T). Returns the loss and statistics."""
+    """Compute equation (5), a SUM over rows of row means. All (N, T). Returns it and statistics."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
@@ -160,7 +160,7 @@ def update(policy, value, optimizers, rollout, args):
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_and_check(args, policy, trained_models=2)  # args is final from here on
+    common.resolve_and_check(args, policy, trained_models=2)  # settles the defaults
     reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
     problems, held_out = common.load_problems(args, tokenizer, reward)
     value = common.load_value(policy)

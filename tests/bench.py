@@ -171,7 +171,7 @@ def plain_generate(model, *given):
     model.sampled_by_transformers = False
     return rollout
 
-def plain_micro_batches(batch, tokens):
+def plain_micro_batches(batch, tokens, *_):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
     rows = max(1, min(tokens, 8192) // batch["ids"].shape[1])
     for i in range(0, len(batch["ids"]), rows):

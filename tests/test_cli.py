@@ -168,8 +168,8 @@ def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_
     assert held["max_prompt_tokens"] == 128 - 107
 
 def checkpoint_bytes(models):
-    """14 bytes per parameter: its weight in 16 bits, its master and two moments."""
-    return 14 * models * transformers.AutoModelForCausalLM.from_pretrained("model").num_parameters()
+    """16 bytes per parameter: its weight and its master in float32, and two moments."""
+    return 16 * models * transformers.AutoModelForCausalLM.from_pretrained("model").num_parameters()
 
 @pytest.mark.parametrize("script, models", [(grpo, 1), (ppo, 2)])
 def test_a_disk_without_room_for_the_checkpoints_is_refused(script, models, monkeypatch, capsys):

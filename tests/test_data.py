@@ -292,6 +292,12 @@ def test_a_chat_template_that_fails_or_leaves_the_question_out_is_one_line(templ
     with refused(capsys, "--model odd", *words.split()):
         load("--model odd")
 
+def test_a_file_too_small_to_hold_a_fifth_out_says_so_with_a_chat_template(capsys):
+    save_tiny("tiny", "llama", char_tokenizer(**LOOKS["chatml"]))
+    write_jsonl("one.jsonl", sums(1))
+    with refused(capsys, "--dataset one.jsonl", "0 problems"):
+        load("--model tiny --dataset one.jsonl")
+
 def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
     """The toy, asked GSM8K, was trained on <unk><unk>..."""
     known, unknown = sums(1)[0]["question"], "\u00e9" * 15
@@ -302,12 +308,6 @@ def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
     Path("few").mkdir()
     [write_jsonl(f"few/{split}.jsonl", few) for split in ("train", "test")]
     assert len(load("--dataset few")[0]) == 8
-
-def test_the_toy_asked_in_words_says_what_to_do(capsys):
-    """`python grpo.py --dataset openai/gsm8k`, without --model."""
-    rows = [{"question": f"Anna has {i} apples. How many?", "answer": "2"} for i in range(9)]
-    with refused(capsys, "tests/toy", "--dataset mine", "another --model"):
-        load(f"{splits_of(rows)} --model '{common.TOY}'")
 
 # ---- Rewards -------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
     (lambda n: [[1.0]] * n, "numbers list"), (lambda n: None, "numbers NoneType"),
     (lambda n: [None] * n, "numbers NoneType"), (lambda n: ["good"] * n, "numbers good"),
     (lambda n: {i: 1.0 for i in range(n)}, "numbers dict"), (lambda n: sys.exit(0), "sys.exit"),
-    (lambda n: sys.exit("bye"), "sys.exit")])
+    (lambda n: sys.exit("bye"), "sys.exit"), (lambda n: common.fail("the reward Grader: why"), "why")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
     """A dict's keys were taken for rewards; sys.exit(0) ended a run with status 0 and nothing saved. Here the
     reward is no function, so that it has no __name__."""

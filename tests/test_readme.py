@@ -80,14 +80,18 @@ def test_how_hard_each_token_is_pushed():
         same([losses[column]], [loss])
 
 def test_the_answer_with_another_clip_range():
-    """With --eps_high .3 the first cell alone changes, in PPO and in GRPO, to what the answer says."""
+    """With --eps_high .3 the first cell changes in PPO and GRPO, the first row in GSPO; and the losses."""
     mask, r, V, old, new, *_ = by_hand()
-    printed = re.search(r"`7\+2=9`.*?pushed by (\S+) in PPO and (\S+) in GRPO", SECOND, re.S).groups()
-    for script, adv, cell in zip([ppo, grpo], advantages(mask, r, V, old), printed):
+    said = r"by (\S+) in PPO and (\S+) in GRPO.*?to (\S+) and (\S+)\. .*?by (\S+) each.*?loss is (\S+)\.\)"
+    cells = re.search(said, SECOND, re.S).groups()
+    critic, group = advantages(mask, r, V, old)
+    for script, adv, cell, printed, changed in [
+            (ppo, critic, cells[0], cells[2], [[0, 0]]), (grpo, group, cells[1], cells[3], [[0, 0]]),
+            (gspo, group, cells[4], cells[5], [[0, t] for t in range(4)])]:
         before, _ = push_of(script, new, old, adv, mask)
-        after, _ = push_of(script, new, old, adv, mask, eps_high=0.3)
-        assert (before != after).nonzero().tolist() == [[0, 0]]
-        same([cell], [after[0, 0]])
+        after, loss = push_of(script, new, old, adv, mask, eps_high=0.3)
+        assert (before != after).nonzero().tolist() == changed
+        same([cell, printed], [after[0, 0], loss])
 
 # ---- The ladder ----
 
