@@ -42,13 +42,14 @@ def main(args):
     texts = common.generate(policy, tokenizer, prompts, 1, args.max_new_tokens, 0.0)["texts"]
     counts = dict.fromkeys(["equation", "gold equation", "true equation", "both"], 0)
     for problem, text in zip(problems, texts):
-        written, (gold, _) = read(text), read(problem["solution"])
+        written, gold = read(text), read(problem["solution"])  # gold: none where it takes two operations
         if written:
             left, is_true = written
+            is_gold = gold is not None and left == gold[0]
             counts["equation"] += 1
-            counts["gold equation"] += left == gold
+            counts["gold equation"] += is_gold
             counts["true equation"] += is_true
-            counts["both"] += left == gold and is_true
+            counts["both"] += is_gold and is_true
     torch.manual_seed(args.seed)
     rewards, _ = common.sample_rewards(policy, tokenizer, problems, common.answer_reward, 8, 1.0, args)
     shares = {name: round(count / len(problems), 3) for name, count in counts.items()}

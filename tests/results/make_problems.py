@@ -3,12 +3,13 @@
     git clone https://github.com/arkilpatel/SVAMP
     python tests/results/make_problems.py SVAMP runs/data
 
-Writes into the second directory, each row with "question" and "answer", and those that people solved with
-"solution", such as "27 * 16 = 432\\n#### 432":
+Writes into the second directory, each row with "question", "answer" and "solution", such as
+"27 * 16 = 432\\n#### 432":
     warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/results/sft.py
     problems/test.jsonl   400 others of them, held out
-    problems/train.jsonl  the rest, 923, for RL
-    svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on
+    problems/train.jsonl  the rest, 924, for RL
+    svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for
+                          the 238 that take two operations
 """
 import csv
 import json
@@ -45,7 +46,7 @@ def solve(equation, numbers):
 
 
 def solved_problems(path):
-    """The problems that one operation solves, as it does SVAMP's, and whose equation gives their answer."""
+    """The problems that one operation solves and whose equation gives their answer."""
     rows = []
     for row in csv.DictReader(path.open(encoding="utf-8")):
         numbers = row["Numbers"].split()
@@ -80,5 +81,10 @@ if __name__ == "__main__":
     exam = []
     for row in svamp:
         question = f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$")
-        exam.append({"question": question, "answer": number(row["Answer"])})
+        answer, solution = number(row["Answer"]), ""
+        one_operation = re.fullmatch(r"\( (\S+) (\S) (\S+) \)", row["Equation"].strip())
+        if one_operation:
+            a, operation, b = one_operation.groups()
+            solution = f"{number(a)} {operation} {number(b)} = {answer}\n#### {answer}"
+        exam.append({"question": question, "answer": answer, "solution": solution})
     write(out / "svamp.jsonl", exam)
