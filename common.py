@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import copy
 import glob
-import itertools
 import json
 import math
 import os
@@ -94,7 +93,6 @@ def output_head(model):
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite, MiniCPM
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    cap = cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
     weight = layer.weight
     if not weight.is_cuda:  # a CPU cannot multiply 16 bits into float32: cast all of it here
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -126,7 +124,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         autograd gives gradients to the arguments alone."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
-        ctx.C = 512 if hidden.is_cuda else 256
+        ctx.C = 512 if hidden.is_cuda else 256  # 512 logits of 152k ids: .3 GB in float32
         logp = []
         for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
             logits = head_logits(h, head, temperature)  # (C, V)
@@ -284,12 +282,8 @@ class Optimizer:
 
     def load_state_dict(self, state):
         """Set masters, moments and the weights too.
-        KeyError or ValueError, before any weight is changed, if the state is of other weights."""
+        KeyError, ValueError or RuntimeError if the state is that of other weights."""
         self.adamw.load_state_dict(state["adamw"])
-        for name, master in self.masters.items():
-            for tensor in (state["masters"][name], *self.adamw.state[master].values()):
-                if tensor.dim() > 0 and tensor.shape != master.shape:  # AdamW's step is a scalar
-                    raise ValueError(f"another shape of {name}")
         for name, master in self.masters.items():
             master.data.copy_(state["masters"][name])
             self.weights[name].data.copy_(master)
@@ -311,7 +305,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     if getattr(model, "sampled_by_transformers", False):  # see check_model
         completions, _ = sample_with_transformers(model, rows, max_new_tokens, temperature, stop)
     else:
-        sampler = Sampler(model, prompts, group_size, max_new_tokens, temperature, stop)
+        sampler = Sampler(model, rows, group_size, max_new_tokens, temperature, stop)
         completions = sampler.run(cuda_graphs)
     model.train(was_training)
     rollout = as_rollout(rows, completions, model.device)
@@ -354,41 +348,33 @@ class KVCache:
         visible = []
         for cached, new in zip(self.layers[layer], (keys, values)):
             cached[self.index] = new.transpose(1, 2)
-            visible.append(cached[:len(new), :self.width].transpose(1, 2))
+            visible.append(cached[:, :self.width].transpose(1, 2))
         return visible
 
     def get_seq_length(self, *_):
         """Return 0: models ask for it, but use the position_ids that they are given."""
         return 0
 
-    def repeat(self, count):
-        """Repeat every row, layer by layer, so that memory never holds a second cache."""
+    def take(self, rows):
+        """Make row i what row rows[i] was, layer by layer: memory never holds a second cache."""
         for layer in self.layers:
-            layer[:] = [cached.repeat_interleave(count, 0) for cached in layer]
-
-    def keep(self, rows):
-        """Move `rows` (n,) to the front; the others are lost."""
-        for layer in self.layers:
-            for cached in layer:
-                cached[:len(rows)] = cached[rows]
+            layer[:] = [cached[rows] for cached in layer]
 
 class Sampler:
     """Rows of completions that are being written, and the cache of what the model has read.
     next_token changes tensors in place and never their shapes, so that a CUDA graph can replay it;
     between tokens run may drop finished rows, which changes shapes."""
-    def __init__(self, model, prompts, group_size, max_new_tokens, temperature, stop):
+    def __init__(self, model, rows, group_size, max_new_tokens, temperature, stop):
         device = model.device
         self.model, self.group_size, self.temperature = model, group_size, temperature
         self.max_new_tokens = max_new_tokens
         self.head = output_head(model)
         self.stop = torch.tensor(stop, device=device)
-        self.S = max(len(prompt) for prompt in prompts)
-        # Attention looks at the first `width` positions. On a GPU each width is another graph, so
-        # it grows in large steps.
+        self.S = max(len(row) for row in rows)
+        # On a GPU each width of the attention is another graph, so it grows in large steps.
         self.width_step = 256 if device.type == "cuda" else 1
         self.width = round_up(self.S, self.width_step)
         self.cache = KVCache(round_up(self.S + max_new_tokens, self.width_step))
-        rows = [prompt for prompt in prompts for _ in range(group_size)]
         padded = [row + [0] * (self.cache.length - len(row)) for row in rows]
         self.ids = torch.tensor(padded, device=device)  # (N, length)
         self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
@@ -402,15 +388,13 @@ class Sampler:
         self.append(self.read_prompts())
         for t in progress(range(1, self.max_new_tokens), "sampling", "token"):
             if t % 4 == 0:  # not at every token: reading a value waits for the GPU
-                running = self.running[self.active].float().mean().item()
-                if running == 0:
+                running = self.running[self.active].nonzero().squeeze(1)  # (m,) places in active
+                if len(running) == 0:
                     break
-                if running < 0.5:  # go on without the others; sooner would record too many graphs
-                    still_running = self.running[self.active].nonzero().squeeze(1)  # (n,)
-                    self.active = self.active[still_running]
-                    self.cache.keep(still_running)
-            if self.S + t > self.width:
-                self.width += self.width_step
+                if len(running) < len(self.active) / 2:  # sooner would record too many graphs
+                    self.active = self.active[running]
+                    self.cache.take(running)
+            self.width = round_up(self.S + t, self.width_step)
             if graph:
                 graph.run(shape=(len(self.active), self.width))
             else:
@@ -434,7 +418,7 @@ class Sampler:
         last = self.position[::self.group_size]  # (P,)
         positions = torch.arange(self.S, device=ids.device).expand_as(ids)
         logits = self.read(ids, positions, last)  # (P, V)
-        self.cache.repeat(self.group_size)
+        self.cache.take(self.active // self.group_size)
         return logits.repeat_interleave(self.group_size, 0)
 
     def read_last(self):
@@ -526,20 +510,18 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     own_settings = model.generation_config
     model.generation_config = transformers.GenerationConfig()  # else its top_k and the like act
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
-    bar = progress(range(max_new_tokens), "sampling", "token")
 
     def float32_logits(layer, inputs, output):
         """Replace the last layer's 16-bit logits, once per token."""
         bar.update()
         return head_logits(inputs[0][:, -1], head)[:, None]
     hook = model.get_output_embeddings().register_forward_hook(float32_logits)
-    output = model.generate(
-        ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
-        max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
-        do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
-        return_dict_in_generate=True)
-    hook.remove()
-    bar.close()
+    with hook, progress(range(max_new_tokens), "sampling", "token") as bar:
+        output = model.generate(
+            ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
+            max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
+            do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
+            return_dict_in_generate=True)
     model.generation_config = own_settings
     completions = []
     for written in output.sequences[:, S:].tolist():
@@ -557,11 +539,9 @@ def means(logged):
     for name in names:
         values = [stats[name] for stats in logged if name in stats]
         is_max = name.endswith("_max")
-        for value in values:
-            is_pair = isinstance(value, tuple) and len(value) == 2
-            if is_pair == is_max:  # exactly one must hold
-                raise TypeError(f'stats["{name}"] is {value!r}: give a pair (sum, count), or a '
-                                "number under a name that ends in _max")
+        if any(isinstance(value, tuple) == is_max for value in values):
+            raise TypeError(f'stats["{name}"] is {values}: give pairs (sum, count), or a number '
+                            "under a name that ends in _max")
         if is_max:
             result[name] = float(max(values))
         else:
@@ -598,13 +578,13 @@ def explained_variance(returns, values, mask):
     return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
 
 @torch.no_grad()
-def ratio_noise(policy, rollout, args, clipped, rows=32):
+def ratio_noise(policy, rollout, args, clipped):
     """Measure how far rounding alone moves the ratio, on some rows of the first rollout.
     Their log-probs are computed again one row at a time; if the policy has 16 bits, by a float32
     copy of it. Returns the deviation of log(pi / pi_old) for a token, and of its mean over a
     completion: sqrt 2 times the error found, as pi and pi_old are both rounded. Warns where
     rounding decides, as the clip range of what is `clipped`, "token" or "sequence", is narrow."""
-    some = select(rollout, slice(rows))
+    some = select(rollout, slice(32))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
     gaps = []
@@ -713,7 +693,7 @@ def resolve_and_check(args, policy, trained_models=1):
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
-                        if name not in ("script", "problems"))
+                        if name not in ("script", "problems_hash"))
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -730,9 +710,7 @@ def resolve_defaults(args, policy):
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
     config = policy.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
-    positions = positions or getattr(config, "max_seq_len", None)  # MPT
-    if not positions or positions < 1:  # XLNet: -1
-        return
+    positions = positions or getattr(config, "max_seq_len", None) or math.inf  # MPT
     if positions <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has only {positions} "
              "positions, for prompt and completion")
@@ -750,12 +728,10 @@ def check_memory(args, size, trained_models):
              "--offload_optimizer, --beta 0")
     weight = 4 if args.dtype == "float32" else 2
     saved = size * (weight + 4 + 8) * trained_models  # bytes: weight, master, moments
-    free = shutil.disk_usage(args.out).free
-    if saved > free:
-        fail(f"--out {args.out}: a checkpoint of {saved / 1e9:.1f} GB does not fit the disk")
-    if 2 * saved > free and args.save_every < args.steps and not args.resume:
-        fail(f"--out {args.out}: the disk has no room for two checkpoints of {saved / 1e9:.1f} GB, "
-             f"the new one beside the old; --save_every {args.steps} needs room for one only")
+    copies = 1 if args.resume or args.save_every >= args.steps else 2  # the new beside the old
+    if copies * saved > shutil.disk_usage(args.out).free:
+        fail(f"--out {args.out}: the disk has no room for {copies} x {saved / 1e9:.1f} GB of "
+             f"checkpoints; --save_every {args.steps} needs room for one only")
 
 @torch.no_grad()
 def check_model(model, args):
@@ -823,7 +799,8 @@ def differ(found, expected, tolerance):
     return not error <= tolerance * scale  # nan differs, too
 
 def say_how_long(args, tokens_per_s):
-    """Warn where a run may not end in a day: a lower bound, as sampling is slower than reading."""
+    """Warn where a run may not end in a day, by the speed at which one long row was read.
+    On a CPU a lower bound, as sampling is slower; a GPU reads many rows faster than one."""
     evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
     tokens = args.prompts * args.group_size * args.max_new_tokens
     step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # backward = 2 forward
@@ -838,33 +815,30 @@ def load_problems(args, tokenizer, reward):
     A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
     splits = read_splits(args.dataset)
     if list(splits) == [args.split] and args.eval_split == "test":  # the default
-        train, held_out = hold_out_a_fifth(splits[args.split], args)
+        rows = splits[args.split]
+        train = [row for row in rows if not is_held_out(row, args)]
+        held_out = [row for row in rows if is_held_out(row, args)]
     else:
-        for flag in ("split", "eval_split"):
-            name = getattr(args, flag)
-            if name not in splits:
-                fail(f"--{flag} {name}: --dataset {args.dataset} has only {', '.join(splits)}")
         if args.eval_split == args.split:
             warn("--eval_split is --split: what is trained on is not held out")
-        train, held_out = splits[args.split], splits[args.eval_split]
+        with or_fail(f"--split, --eval_split: --dataset {args.dataset} has {', '.join(splits)}"):
+            train, held_out = splits[args.split], splits[args.eval_split]
     needs_answer = reward is answer_reward
     train = prepare(train, tokenizer, args, "train on", needs_answer)
     held_out = prepare(held_out, tokenizer, args, "hold out", needs_answer)
-    warn_if_changed(train, args)
+    texts = "".join(problem["question"] + problem["answer"] for problem in train)
+    now = zlib.crc32(texts.encode())
+    if getattr(args, "problems_hash", now) != now:  # a resumed run has it from args.json
+        warn(f"--dataset {args.dataset} has changed since the run began")
+    args.problems_hash = now
     count = min(args.eval_problems, len(held_out))
     return train, random.Random(0).sample(held_out, count)
 
-def hold_out_a_fifth(rows, args):
-    """Return rows to train on and about a fifth to hold out, always the same.
-    A row's side depends on its question alone, so that one asked twice is on one side."""
-    train, held_out = [], []
-    for row in rows:
-        question = str(row.get(args.question_column))
-        if random.Random(question).random() < 0.2:
-            held_out.append(row)
-        else:
-            train.append(row)
-    return train, held_out
+def is_held_out(row, args):
+    """Tell whether a row is of the fifth that is held out, always the same.
+    Its question alone decides, so that one asked twice is on one side."""
+    question = str(row.get(args.question_column))
+    return random.Random(question).random() < 0.2
 
 def read_splits(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""
@@ -898,11 +872,11 @@ def prepare(rows, tokenizer, args, use, needs_answer):
     if rows and not set(columns) <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(columns)}: see --question_column, --answer_column")
-    chats = [read_chat(row, args) for row in rows]
-    questions = [chat[-1]["content"] for chat in chats]
-    prompts = prompt_ids(chats, tokenizer, args)
     problems, left_out = [], {"no question": 0, "too long": 0, "no readable answer": 0}
-    for row, question, prompt in zip(rows, questions, prompts):
+    for row in rows:
+        chat = read_chat(row, args)
+        question = chat[-1]["content"]
+        prompt = prompt_ids(chat, tokenizer, args)
         answer = text_of(row, args.answer_column, args)
         if not question or not prompt:
             left_out["no question"] += 1
@@ -931,8 +905,7 @@ def text_of(row, column, args):
     if value is None or value != value:  # nan: an empty cell of a table
         return ""
     if isinstance(value, (list, dict)):
-        kind = type(value).__name__
-        fail(f"--dataset {args.dataset}: column {column} holds a {kind}, not a text")
+        fail(f"--dataset {args.dataset}: column {column} holds a {type(value).__name__}, not text")
     return str(value)
 
 def read_chat(row, args):
@@ -949,50 +922,32 @@ def read_chat(row, args):
         chat.insert(0, {"role": "system", "content": args.system_prompt})
     return chat
 
-def prompt_ids(chats, tokenizer, args):
-    """Turn each chat into token ids: by the chat template, or as its texts, each with a newline."""
+def prompt_ids(chat, tokenizer, args):
+    """Turn a chat into token ids: by the chat template, or as its texts, each with a newline."""
     if not tokenizer.chat_template:
-        texts = ["".join(message["content"] + "\n" for message in chat) for chat in chats]
-        return [tokenizer(text)["input_ids"] for text in texts]
-    if not chats:  # no template takes none
-        return []
+        return tokenizer("".join(message["content"] + "\n" for message in chat))["input_ids"]
     template = tokenizer.apply_chat_template
     with or_fail(f"--model {args.model}: its chat template fails"):
         try:
-            texts = template(chats, add_generation_prompt=True, tokenize=False)
+            text = template(chat, add_generation_prompt=True, tokenize=False)
         except Exception:  # often no system role: join it to the question
-            for chat in chats:
-                if chat[0]["role"] == "system":
-                    system = chat.pop(0)["content"]
-                    chat[0] = chat[0] | {"content": f"{system}\n\n{chat[0]['content']}"}
-            texts = template(chats, add_generation_prompt=True, tokenize=False)
-        for chat, text in zip(chats, texts):
-            if chat[-1]["content"].strip() not in text:
-                raise ValueError(f"it leaves out the question {chat[-1]['content']!r}")
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template adds them
-
-def warn_if_changed(problems, args):
-    """Warn if a resumed run's problems are not those it began with; args.json keeps their hash."""
-    texts = "".join(problem["question"] + problem["answer"] for problem in problems)
-    now = f"{len(problems)} with hash {zlib.crc32(texts.encode()):08x}"
-    before = getattr(args, "problems", now)
-    if before != now:
-        warn(f"--dataset {args.dataset} has changed: it had problems to train on {before}, "
-             f"now {now}")
-    args.problems = now
+            if chat[0]["role"] == "system":
+                system = chat.pop(0)["content"]
+                chat[0] = chat[0] | {"content": f"{system}\n\n{chat[0]['content']}"}
+            text = template(chat, add_generation_prompt=True, tokenize=False)
+        if chat[-1]["content"].strip() not in text:
+            raise ValueError(f"it leaves out the question {chat[-1]['content']!r}")
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds them
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
     All problems are shuffled, used up, shuffled anew, and so on: which come now is a function of
     --seed and the step, so that there is no state to save."""
-    batch, shuffles = [], {}
-    for drawn in range((step - 1) * args.prompts, step * args.prompts):
-        epoch, i = divmod(drawn, len(problems))
-        if epoch not in shuffles:
-            rng = random.Random(f"{args.seed} {epoch}")
-            shuffles[epoch] = rng.sample(problems, len(problems))
-        batch.append(shuffles[epoch][i])
-    return batch
+    n, first = len(problems), (step - 1) * args.prompts
+    shuffled = []  # the epochs that this step draws from, nearly always one
+    for epoch in range(first // n, (first + args.prompts - 1) // n + 1):
+        shuffled += random.Random(f"{args.seed} {epoch}").sample(problems, n)
+    return shuffled[first % n:][:args.prompts]
 
 # ---- Rewards ----
 def load_reward(args):
@@ -1032,14 +987,9 @@ def rewards_of(reward, problems, rollout):
     name = getattr(reward, "__name__", reward)
     group_size = len(texts) // len(problems)
     problem_of_row = [problem for problem in problems for _ in range(group_size)]
-    try:
-        rewards = reward(problem_of_row, texts)
-    except SystemExit as exit:
-        if exit.code == 2:  # fail has said why
-            raise
-        fail(f"the reward {name} called sys.exit")
+    rewards = reward(problem_of_row, texts)
     with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
-        if isinstance(rewards, dict):
+        if isinstance(rewards, dict):  # its keys may be numbers, too
             raise TypeError("it returned a dict")
         rewards = torch.tensor([float(r) for r, _ in zip(rewards, texts, strict=True)])
     for r, text in zip(rewards.tolist(), texts):
@@ -1171,14 +1121,6 @@ def in_range(kind, low, high):
     convert.__name__ = kind.__name__  # for argparse: "invalid int value"
     return convert
 
-def by_size(toy, real):
-    """Make a default that resolve_defaults settles by the model's size."""
-    return {"toy": toy, "real": real}
-
-def by_dtype(float32, float16, bfloat16):
-    """Make a default that resolve_defaults settles by --dtype."""
-    return {"float32": float32, "float16": float16, "bfloat16": bfloat16}
-
 count, count_or_zero = in_range(int, 1, 10 ** 9), in_range(int, 0, 10 ** 9)
 two_or_more = in_range(int, 2, 10 ** 9)  # a group of one has no deviation
 positive, positive_or_zero = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
@@ -1196,11 +1138,11 @@ def add_args(parser):
     add("--eval_split", default="test", help="to evaluate on; of one split a fifth is held out")
     add("--question_column", default="question", help="column with the question, text or messages")
     add("--answer_column", default="answer", help="column with the gold answer")
-    add("--system_prompt", default=by_size("", INSTRUCTION), help="said before every question")
+    add("--system_prompt", default=dict(toy="", real=INSTRUCTION), help="said before each question")
     add("--max_prompt_tokens", type=count, default=512, help="longer prompts are left out")
     add("--reward_model", help="classifier whose logit is the reward; else 1 for right answers")
     add = parser.add_argument_group("sampling").add_argument
-    add("--max_new_tokens", type=count, default=by_size(48, 1024), help="longest completion")
+    add("--max_new_tokens", type=count, default=dict(toy=48, real=1024), help="longest completion")
     add("--temperature", type=positive, default=1.0, help="in samples and log-probs alike")
     add("--cuda_graphs", action=switch, default=True, help="replay a token's kernels as one graph")
     add = parser.add_argument_group("optimiser and memory").add_argument
@@ -1208,7 +1150,7 @@ def add_args(parser):
         help="positions per forward and backward; fewer take less memory, same gradient")
     add("--warmup_steps", type=count_or_zero, default=20, help="optimiser steps of a rising --lr")
     add("--max_grad_norm", type=positive, default=1.0, help="larger gradients are scaled to this")
-    add("--gradient_checkpointing", action=switch, default=by_size(False, True),
+    add("--gradient_checkpointing", action=switch, default=dict(toy=False, real=True),
         help="recompute activations: a third more work, far less memory")
     add("--offload_optimizer", action=switch, default=False, help="masters and moments on the host")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
@@ -1216,14 +1158,14 @@ def add_args(parser):
     add("--dtype", choices=["float32", "bfloat16", "float16"],
         help="of weights and activations, else bfloat16 on a GPU; masters are float32")
     add = parser.add_argument_group("run").add_argument
-    add("--steps", type=count, default=by_size(20, 200), help="rollouts in the run")
+    add("--steps", type=count, default=dict(toy=20, real=200), help="rollouts in the run")
     add("--seed", type=count_or_zero, default=0, help="of the samples and of the problems' order")
-    add("--out", help="output directory; else runs/<script>-<month><day>-<time>")
+    add("--out", help="output directory; else runs/<script>-<date>-<time>-<process>")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
-    add("--eval_every", type=count, default=by_size(10, 20), help="steps between evaluations")
-    add("--eval_problems", type=count, default=by_size(2560, 512), help="problems per evaluation")
+    add("--eval_every", type=count, default=dict(toy=10, real=20), help="steps between evaluations")
+    add("--eval_problems", type=count, default=dict(toy=2560, real=512), help="held-out problems")
     add("--eval_samples", type=count, default=1, help="samples per problem; 2 or more give pass@k")
-    add("--save_every", type=count, default=by_size(10, 20), help="steps between checkpoints")
+    add("--save_every", type=count, default=dict(toy=10, real=20), help="steps between checkpoints")
     add("--tensorboard", action=switch, default=False, help="log to TensorBoard too")
 
 def parse(parser, argv):
@@ -1234,12 +1176,11 @@ def parse(parser, argv):
     if args.resume:
         with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
-            fixed = {name: saved[name] for name in ("script", "model", "dataset", "reward_model")}
-        parser.set_defaults(**saved)
-        args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
-        for name, value in fixed.items():
-            if getattr(args, name) != value:
-                fail(f"--resume: the run in {args.out} has {name} {value}")
+            parser.set_defaults(**saved)
+            args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
+            for name in ("script", "model", "dataset", "reward_model"):
+                if getattr(args, name) != saved[name]:
+                    fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
     for name in ("kl", "ref_every"):  # flags of grpo.py and gspo.py
         if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
             warn(f"--{name} does nothing with --beta 0")
@@ -1292,10 +1233,7 @@ def launch(main, args):
         lock.release()
 
 def prepare_process(args):
-    """Set what holds for the whole process: output streams and the GPU."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))
+    """Set what holds for the whole process: its output and the GPU."""
     # Flush every line, into a file too; escape what the terminal's encoding does not have.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     # cuDNN's attention plans anew for every shape, and here each batch has its own.
@@ -1307,7 +1245,9 @@ def claim(args):
     """Make --out and lock it for this process; returns the lock. A killed process leaves none."""
     try:
         if args.out is None:
-            args.out = new_directory(time.strftime(f"runs/{Path(args.script).stem}-%m%d-%H%M%S"))
+            now = time.strftime("%m%d-%H%M%S")
+            process = os.getpid()  # as two runs may start in the same second
+            args.out = f"runs/{Path(args.script).stem}-{now}-{process}"
         os.makedirs(args.out, exist_ok=True)
         others = set(os.listdir(args.out)) - {".lock"}
         if others and not args.resume:
@@ -1318,14 +1258,6 @@ def claim(args):
         # The lock's own error is an OSError without a strerror.
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     return lock
-
-def new_directory(name):
-    """Make a directory of that name, or name-2, ...: two runs may start in the same second."""
-    for n in itertools.count(1):
-        path = name if n == 1 else f"{name}-{n}"
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(path)
-            return path
 
 def checkpoints(args):
     """List the checkpoints in --out, oldest first. A directory such as step-best is the user's."""

@@ -43,7 +43,7 @@ def parse_args(argv=None):
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=common.count, help="every so many steps pi_ref becomes pi")
-    add("--lr", type=common.positive, default=common.by_size(toy=5e-4, real=1e-6), help="of AdamW")
+    add("--lr", type=common.positive, default=dict(toy=5e-4, real=1e-6), help="of AdamW")
     add("--epochs", type=common.count, default=1, help="passes over a rollout; usually 1 to 4")
     add("--minibatches", type=common.count, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")

@@ -41,9 +41,9 @@ def parse_args(argv=None):
     add = parser.add_argument_group("objective and its optimisation").add_argument
     add("--prompts", type=common.count, default=32, help="P: more make a steadier gradient")
     add("--group_size", type=common.two_or_more, default=8, help="G of (1); usually 8 to 64")
-    add("--eps_low", type=common.share, default=common.by_dtype(3e-4, 1e-3, 1e-2),
+    add("--eps_low", type=common.share, default=dict(float32=3e-4, float16=1e-3, bfloat16=1e-2),
         help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
-    add("--eps_high", type=common.positive, default=common.by_dtype(4e-4, 1e-3, 1e-2),
+    add("--eps_high", type=common.positive, default=dict(float32=4e-4, float16=1e-3, bfloat16=1e-2),
         help="clip range above 1 (3); eps_low or more")
     add("--beta", type=common.positive_or_zero, default=0.0,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
@@ -51,7 +51,7 @@ def parse_args(argv=None):
     add("--ref_every", type=common.count, help="every so many steps pi_ref becomes pi")
     add("--token_level", action="store_true", help="GSPO-token: a token has its own advantage")
     add("--gamma", type=common.share, default=1.0, help="of A_it with --token_level; .99 to 1")
-    add("--lr", type=common.positive, default=common.by_size(toy=5e-4, real=1e-6), help="of AdamW")
+    add("--lr", type=common.positive, default=dict(toy=5e-4, real=1e-6), help="of AdamW")
     add("--epochs", type=common.count, default=1, help="passes over a rollout; usually 1 to 4")
     add("--minibatches", type=common.count, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")

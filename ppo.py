@@ -47,8 +47,8 @@ def parse_args(argv=None):
     add("--whiten", action=common.switch, default=True, help="A to mean 0 and deviation 1")
     add("--eps_value", type=common.positive, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.positive_or_zero, default=0.1, help="weight of (5)")
-    add("--lr", type=common.positive, default=common.by_size(toy=2e-4, real=3e-6), help="of AdamW")
-    add("--value_lr", type=common.positive, default=common.by_size(1e-2, 3e-6), help="of V")
+    add("--lr", type=common.positive, default=dict(toy=2e-4, real=3e-6), help="of AdamW")
+    add("--value_lr", type=common.positive, default=dict(toy=1e-2, real=3e-6), help="of V")
     add("--epochs", type=common.count, default=4, help="passes over a rollout; usually 1 to 4")
     add("--minibatches", type=common.count, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")

@@ -546,12 +546,6 @@ def test_a_line_for_every_step_and_at_the_end_the_evaluations_and_where_the_mode
         assert re.search(rf"after +{row['step']} steps +greedy {row['eval_accuracy']:.3f} ", close)
     assert str(newest()) in close and "run/metrics.jsonl" in close
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_run_needs_no_terminal(closed, spread, monkeypatch):
-    """`>&-` closes it: Python then has None in its place, which was a traceback."""
-    monkeypatch.setattr(sys, closed, None)
-    assert len(train(grpo, f"{TINY} --steps 2")) == 3
-
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     train(grpo, TINY)  # random weights hardly ever stop
     assert capsys.readouterr().out.count("warning: over half of the completions are cut off") == 1

@@ -1,7 +1,6 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
 import contextlib
 import shlex
-import sys
 from pathlib import Path
 
 import datasets
@@ -326,11 +325,10 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
     (lambda n: [1.0], "2 numbers longer"), (lambda n: [1.0] * 9, "2 numbers shorter"),
     (lambda n: [[1.0]] * n, "numbers list"), (lambda n: None, "numbers NoneType"),
     (lambda n: [None] * n, "numbers NoneType"), (lambda n: ["good"] * n, "numbers good"),
-    (lambda n: {i: 1.0 for i in range(n)}, "numbers dict"), (lambda n: sys.exit(0), "sys.exit"),
-    (lambda n: sys.exit("bye"), "sys.exit"), (lambda n: common.fail("the reward Grader: why"), "why")])
+    (lambda n: {i: 1.0 for i in range(n)}, "numbers dict"),
+    (lambda n: common.fail("the reward Grader: why"), "why")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
-    """A dict's keys were taken for rewards; sys.exit(0) ended a run with status 0 and nothing saved. Here the
-    reward is no function, so that it has no __name__."""
+    """A dict's keys were taken for rewards. Here the reward is no function, so that it has no __name__."""
     class Grader:
         def __call__(self, problems, completions):
             return given(len(completions))

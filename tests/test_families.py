@@ -33,11 +33,10 @@ SLOW = """bailing_hybrid, bamba, bloom, deepseek_v32, falcon with alibi, falcon_
     qwen3_next"""
 REFUSED = {
     "changes its logits after the head":  # by a layer of its own, or by what we do not read
-        "bert, electra, modernbert-decoder, prophetnet, rembert, roberta, roformer",
+        "bert, electra, modernbert-decoder, prophetnet, recurrent_gemma, rembert, roberta, roformer",
     "has other logits token by token":  # it looks ahead, or changes with the length
-        """bart, cpmant, deepseek_v4, marian, mbart, pegasus, phi3 beyond its longrope, rwkv, trocr, xlm,
-        xlnet""",
-    "cannot be read": "xmod", "cannot be sampled from": "recurrent_gemma",
+        """bart, cpmant, deepseek_v4, marian, mbart, pegasus, phi3 beyond its longrope, rwkv, trocr, xlm""",
+    "cannot be read": "xmod", "has only -1 positions": "xlnet",
     "not finite": "llama with a broken weight"}
 FAST, SLOW = ([" ".join(name.split()) for name in names.split(",")] for names in (FAST, SLOW))
 REFUSED = {" ".join(name.split()): reason for reason, names in REFUSED.items() for name in names.split(",")}

@@ -20,8 +20,9 @@ def load(dtype):
     policy, tokenizer = common.load_policy(args)
     common.check_model(policy, args)
     chats = [common.read_chat({"question": question}, args) for question in QUESTIONS]
+    prompts = [common.prompt_ids(chat, tokenizer, args) for chat in chats]
     torch.manual_seed(0)
-    rollout = common.generate(policy, tokenizer, common.prompt_ids(chats, tokenizer, args), 2, 12)
+    rollout = common.generate(policy, tokenizer, prompts, 2, 12)
     with torch.no_grad():
         rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)
     return args, policy, rollout

@@ -244,6 +244,9 @@ def test_of_runs_started_in_the_same_second_each_has_its_own_out_or_is_refused(c
     """`for s in 1 2 3; do python grpo.py --seed $s & done` lost all runs but one, by a name nobody gave."""
     monkeypatch.setattr(time, "strftime", lambda form: form.split("%")[0] + "0101-000000")
 
+    threads_as_processes = types.SimpleNamespace(**vars(os) | {"getpid": threading.get_ident})
+    monkeypatch.setattr(common, "os", threads_as_processes)
+
     def starting(flags):
         barrier, found = threading.Barrier(8), []
 
