@@ -1006,7 +1006,7 @@ SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
 # \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
-NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|not))"  # a word that changes the number
+NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))"  # a word that changes the number
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
     (r"\\(?=[][(){}%$0-9 ])|[$°]|\^\{?\\circ\}?", ""),  # \$5^\circ -> 5

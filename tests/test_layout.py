@@ -69,7 +69,7 @@ def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, c
 
 @pytest.mark.parametrize("name, cap", [
     ("grpo.py", 170), ("gspo.py", 170), ("ppo.py", 205), ("README.md", 340), ("tests/*.py", 5400),
-    ("common.py", 1500)])  # squeezed to 900 it lost its explanations: what counts is a reader's time
+    ("common.py", 1460)])  # squeezed to 900 it lost its explanations: what counts is a reader's time
 def test_files_stay_short(name, cap):
     contents = [path.read_bytes() for path in ROOT.glob(name)]
     assert 0 < sum(content.count(b"\n") for content in contents) <= cap

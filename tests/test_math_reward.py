@@ -32,7 +32,7 @@ UNEQUAL = pairs(r"""
 11/8 ~ 1 + 3 | 56 ~ 7 \cdot 8 | 78 ~ (7)(8) | 8 ~ 2^3 | 49 ~ 4² | 9 ~ 9 million | 9 ~ 9million |
 9 ~ 9 dozen | 9 ~ 9 hundred | 9 ~ 9\text{ hundred} | 9 ~ 9 billion | R-r ~ r-R | D ~ d | 0.5^3 ~ 2^3/4 |
 1 ~ - | 1/4 ~ /4 | f(1,2) ~ f(2,1) | 2x+1=y ~ 2x=1+y | $ ~ \text{} | 42! ~ 1 42! | \frac{3}{4}2 ~ 8 |
-\sin x=5 ~ \cos x=5 | 3 ~ x != 3 | 2ab ~ 2ba | 9 ~ 9\text{ thousand} | 9 ~ 10, 9 | 9 ~ \pm 9 |
+2 ~ 2 thirds | \sin x=5 ~ \cos x=5 | 3 ~ x != 3 | 2ab ~ 2ba | 9 ~ 9\text{ thousand} | 9 ~ 10, 9 | 9 ~ \pm 9 |
 9 ~ 9 \approx 10 | 9 ~ 9 = 10 | 9 ~ 9, 9 | 8 ~ 2x = 8 | 0 ~ a + b = 0 | 8 ~ t \ge 8 | x=1,y=2 ~ x=2,y=1 |
 0.2% ~ 20% | 1/0 ~ 1 | 5\sqrt{7} ~ 35 | 5\sqrt[3]{7} ~ 7\sqrt[3]{5} | 4\sqrt{3} ~ \sqrt[3]{4} | 5 ~ 5\pi |
 5 ~ 5pi | 5 ~ 5xy | x^2 ~ x2 | x^{2}3 ~ x^{23} | \sin x\cos y ~ \sin y\cos x | \frac{a+b}{2} ~ a+b/2 |

@@ -196,7 +196,7 @@ FAULTS = {"ppo grpo gspo": [
     # grading
     ('text.rpartition("####")[2].strip()', 'text.partition("####")[2].strip()', "math_reward: extract"),
     ('if signs.count("-") % 2 == 1:', "if False:", "math_reward: never_pays"),
-    ("(?:illion|thousand|hundred|dozen|not)", "(?:illion|thousand|not)", "math_reward: never_pays"),
+    ("(?:illion|thousand|hundred|dozen|third|not)", "(?:illion|thousand|not)", "math_reward: never_pays"),
     ('"≥": r"\\ge"', '"≥": r"\\le"', "math_reward: never_pays"),
     ("|[$°]|", "|[$]|", "math_reward: pays_the_same"),
     ("(?=[0-9]{3}(?![0-9]))", "(?=[0-9]{3})", "math_reward: never_pays"),
