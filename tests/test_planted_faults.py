@@ -262,7 +262,7 @@ def plant(path, sound, faulty, tests):
     """Run `tests` on a copy of the tree with the fault in it: pytest's exit status and its last words."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
         tempfile.tempdir = folder  # what the tests leave behind goes with it
-        ignore = shutil.ignore_patterns("__pycache__", "results")
+        ignore = shutil.ignore_patterns("__pycache__", "*.png", "questions", "real")
         shutil.copytree(ROOT / "tests", f"{folder}/tests", ignore=ignore)
         for script in [*ROOT.glob("*.py"), ROOT / "README.md"]:
             shutil.copy(script, folder)

@@ -69,26 +69,14 @@ def test_transformers_and_datasets_read_the_directory(tmp_path):
     assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 18
     assert sum(path.stat().st_size for path in TOY.iterdir() if path.is_file()) <= 1_500_000
 
-@pytest.mark.upkeep
-def test_make_makes_the_same_data_and_both_models_have_the_two_habits(tmp_path):
-    subprocess.run([sys.executable, TOY / "make.py", "--out", tmp_path], check=True)
-    for name in ("train.jsonl", "test.jsonl"):
-        assert (tmp_path / name).read_bytes() == (TOY / name).read_bytes()
-    questions = [row["question"] + "\n" for row in random.Random(0).sample(SPLITS["test"], 1000)]
-    for path in (TOY, tmp_path):
-        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-        asked = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left")
-        torch.manual_seed(0)
-        out = model.generate(**asked, do_sample=True, top_k=0, max_new_tokens=48)
-        texts = tokenizer.batch_decode(out[:, asked["input_ids"].shape[1]:], skip_special_tokens=True)
-        worked, guessed = [], []
-        for question, text in zip(questions, texts):
-            (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
-        shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
-        assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares
+@pytest.fixture(scope="module")
+def making(tmp_path_factory):
+    """The program that makes the toy; it works beside the first of the tests that wait for it."""
+    path = tmp_path_factory.mktemp("made")
+    return path, subprocess.Popen([sys.executable, TOY / "make.py", "--out", path])
 
 @pytest.mark.upkeep
-def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
+def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path, making):
     """`python grpo.py`, and so the other two, with no flag at all. Neither a hundredth of the learning rate
     nor ten times the KL reaches this. After training completions work in steps, which takes more tokens."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -106,3 +94,22 @@ def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5
         assert 0.48 < rows[1]["reward"] < 0.6 and sum(row["reward"] for row in rows[16:]) / 5 > 0.95
         assert name == "gspo" or 0.005 < sum(row["kl"] for row in rows[16:]) / 5 < 0.1
+
+@pytest.mark.upkeep
+def test_make_makes_the_same_data_and_both_models_have_the_two_habits(making):
+    tmp_path, process = making
+    assert process.wait(timeout=280) == 0
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (TOY / name).read_bytes()
+    questions = [row["question"] + "\n" for row in random.Random(0).sample(SPLITS["test"], 1000)]
+    for path in (TOY, tmp_path):
+        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        asked = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left")
+        torch.manual_seed(0)
+        out = model.generate(**asked, do_sample=True, top_k=0, max_new_tokens=48)
+        texts = tokenizer.batch_decode(out[:, asked["input_ids"].shape[1]:], skip_special_tokens=True)
+        worked, guessed = [], []
+        for question, text in zip(questions, texts):
+            (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
+        shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
+        assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares
