@@ -11,8 +11,9 @@ V vocabulary, H width of a hidden state, D of a head. Of a part: n <= N, s <= S,
 
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on prompt and completion, 0 on padding; ids do not tell them apart
-    mask       (N, T)  1 on the sampled tokens, the first eos included, 0 behind them
+    attention  (N, L)  1 on prompt and completion, 0 on padding, whose id 0 may be a token's, too
+    mask       (N, T)  float32; column t is the completion's token t, wherever its prompt ends: 1 up
+                       to its first eos, that included, then 0
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
     finished   (N,)    True where a stop token ended the completion
     texts      N completions
@@ -52,7 +53,7 @@ def token_logprobs(model, batch, temperature):
     """Compute log pi of the completion tokens, where pi = softmax(logits / temperature).
     Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
     index, hidden, target = completion_states(model, batch)
-    layer = model.get_output_embeddings()  # its weight and bias get gradients, a Head has numbers
+    layer = model.get_output_embeddings()  # see ChunkedLogProbs
     logp = ChunkedLogProbs.apply(
         hidden, layer.weight, layer.bias, target, output_head(model), temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
@@ -94,12 +95,13 @@ def output_head(model):
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite, MiniCPM
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     weight = layer.weight
-    if not weight.is_cuda:  # a CPU cannot multiply 16 bits into float32: cast all of it here
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if not weight.is_cuda:  # a CPU has no product of 16-bit numbers in float32
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # float64 stays
     return Head(weight, layer.bias, factor, cap)
 
 def head_logits(hidden, head, temperature=1.0):
-    """Compute logits / temperature, (M, H) -> (M, V), in float32: bfloat16 logits err by .07."""
+    """Compute logits / temperature, (M, H) -> (M, V), in float32: rounded to bfloat16
+    they would be off by .07."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     else:
@@ -121,7 +123,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head, temperature):
         """Map (M, H), (V, H), (V,) or None, (M,) to (M,). `head` has weight and bias too, but
-        autograd gives gradients to the arguments alone."""
+        autograd gives gradients only to tensors that are arguments."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         ctx.C = 512 if hidden.is_cuda else 256  # 512 logits of 152k ids: .3 GB in float32
@@ -129,7 +131,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
             logits = head_logits(h, head, temperature)  # (C, V)
             logp.append(logits.gather(1, y[:, None]).squeeze(1) - logits.logsumexp(-1))
-            del logits  # before the next: memory holds one chunk
+            del logits  # free it before the next is made
         return torch.cat(logp)
 
     @staticmethod
@@ -141,14 +143,15 @@ class ChunkedLogProbs(torch.autograd.Function):
         head = ctx.head
         grad = grad * (head.factor / ctx.temperature)  # (M,)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32, as Optimizer asks
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # see Optimizer's grad_dtype
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             chunk = slice(start, start + ctx.C)
             g, y = grad[chunk, None], target[chunk, None]  # (C, 1) both
             logits = head_logits(hidden[chunk], head, ctx.temperature)  # (C, V)
             grad_logits = logits.softmax(-1).mul_(-g).scatter_add_(1, y, g)
-            if head.cap is not None:  # d cap tanh(x / cap) / dx = 1 - tanh^2
+            if head.cap is not None:
+                # logits = cap tanh(x / cap) / temperature; d cap tanh(x / cap) / dx = 1 - tanh^2
                 grad_logits *= 1 - (logits * (ctx.temperature / head.cap)) ** 2
             del logits
             if bias is not None:
@@ -161,20 +164,21 @@ class ChunkedLogProbs(torch.autograd.Function):
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` parts of about equal size, in whole groups.
-    The same parts in every epoch: nothing is shuffled, as problems come in random order."""
+    The same parts in every epoch, not shuffled: the problems come in random order already."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     groups = rows.view(-1, group_size)  # (P, G)
     for part in groups.tensor_split(count):
         yield select(rollout, part.flatten())
 
 def micro_batches(batch, tokens, doing="update"):
-    """Cut a batch into micro-batches of one row or at most `tokens` positions with padding.
-    Rows are sorted by length, so that there is little padding, and trimmed to the longest row. A
-    micro-batch with tokens / 16 positions ends early where the next row is 15 % shorter: a further
-    pass then costs less than the padding would. A bar shows `doing`."""
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted.
+    A longer row is one by itself. Rows are sorted by length, so that there is little padding, and
+    trimmed to the longest row. A micro-batch that already holds over tokens / 16 positions ends
+    early where the next row is 15 % shorter: a further pass then costs less than the padding would.
+    `doing` is the text of the progress bar."""
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
-    completions = batch["mask"].sum(1).long()[order].tolist()
+    completion_lengths = batch["mask"].sum(1).long()[order].tolist()
     cuts = [0]
     for end in range(1, len(lengths)):
         longest, rows = lengths[cuts[-1]], end - cuts[-1]
@@ -184,7 +188,7 @@ def micro_batches(batch, tokens, doing="update"):
             cuts.append(end)
     parts = list(zip(cuts, cuts[1:] + [len(lengths)]))
     for begin, end in progress(parts, doing, "micro-batch"):
-        L, T = lengths[begin], max(completions[begin:end])
+        L, T = lengths[begin], max(completion_lengths[begin:end])
         part = select(batch, order[begin:end])
         for name, value in part.items():
             if value.dim() == 2:
@@ -204,7 +208,7 @@ def rollout_values(model, rollout, args):
     return by_micro_batch(lambda b: token_values(model, b), rollout, args)
 
 def by_micro_batch(function, rollout, args):
-    """Apply `function` to the same micro-batches as update, and put rows back in place.
+    """Apply `function` to the same micro-batches as update; each row gets its own results back.
     In other micro-batches a 16-bit log-prob would be rounded differently, by more than GSPO's clip
     range."""
     result = torch.zeros_like(rollout["mask"])
@@ -225,19 +229,19 @@ class Optimizer:
         self.lr, self.args = lr, args
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
-        if args.gradient_checkpointing:  # here, as every model that is trained has an optimiser
-            model.activation_checkpointing_enable({"use_reentrant": False})
+        if args.gradient_checkpointing:  # here: only trained models have an Optimizer
+            model.activation_checkpointing_enable()
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         self.masters = {}
         for name, weight in self.weights.items():
-            weight.grad_dtype = torch.float32  # gradients of micro-batches are summed in it
+            weight.grad_dtype = torch.float32  # torch's: the dtype of .grad and its sums
             # No copy of a float32 weight on this device: its master is the weight itself.
             self.masters[name] = weight.detach().to(self.device, torch.float32)
         self.float16 = any(weight.dtype == torch.float16 for weight in self.weights.values())
         self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
         self.good_steps = 0  # since the last overflow
         self.adamw = torch.optim.AdamW(
-            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps: too many
+            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps
             eps=eps, weight_decay=0.0, fused=True)
 
     def backward(self, loss):
@@ -282,7 +286,7 @@ class Optimizer:
 
     def load_state_dict(self, state):
         """Set masters, moments and the weights too.
-        KeyError, ValueError or RuntimeError if the state is that of other weights."""
+        KeyError, ValueError or RuntimeError if the state belongs to another model."""
         self.adamw.load_state_dict(state["adamw"])
         for name, master in self.masters.items():
             master.data.copy_(state["masters"][name])
@@ -302,7 +306,8 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = stop_ids(model, tokenizer)
     rows = [prompt for prompt in prompts for _ in range(group_size)]  # N prompts
-    if getattr(model, "sampled_by_transformers", False):  # see check_model
+    # Set by check_model for a model that keeps more than keys and values.
+    if getattr(model, "sampled_by_transformers", False):
         completions, _ = sample_with_transformers(model, rows, max_new_tokens, temperature, stop)
     else:
         sampler = Sampler(model, rows, group_size, max_new_tokens, temperature, stop)
@@ -352,7 +357,7 @@ class KVCache:
         return visible
 
     def get_seq_length(self, *_):
-        """Return 0: models ask for it, but use the position_ids that they are given."""
+        """Return 0: models would number positions from it, but are given position_ids."""
         return 0
 
     def take(self, rows):
@@ -388,7 +393,7 @@ class Sampler:
         self.append(self.read_prompts())
         for t in progress(range(1, self.max_new_tokens), "sampling", "token"):
             if t % 4 == 0:  # not at every token: reading a value waits for the GPU
-                running = self.running[self.active].nonzero().squeeze(1)  # (m,) places in active
+                running = self.running[self.active].nonzero().squeeze(1)  # (m,) places in `active`
                 if len(running) == 0:
                     break
                 if len(running) < len(self.active) / 2:  # sooner would record too many graphs
@@ -459,7 +464,7 @@ class Graph:
         self.graph, self.shape = torch.cuda.CUDAGraph(), shape
         with or_fail("this model cannot be recorded: give --no-cuda_graphs"):
             with torch.cuda.graph(self.graph):  # fails if the model waits for a value, as .item()
-                self.step()  # recorded, not run
+                self.step()  # recorded, not run; a replay draws new random numbers
 
 def draw(logits, temperature):
     """Draw one id per row from softmax(logits / temperature), (n, V) -> (n,); at 0 take the best.
@@ -485,7 +490,8 @@ def attention_masks(model, positions, width):
     full = torch.where(column > query, -math.inf, 0.0).to(model.dtype)
     masks = {"full_attention": full}
     window = getattr(config, "sliding_window", None)
-    only_kind = "sliding_attention" if window else "full_attention"  # without layer_types
+    # Without layer_types all layers are of one kind. Without a window a layer sees all columns.
+    only_kind = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [only_kind])
     if "sliding_attention" in kinds:
         masks["sliding_attention"] = full.masked_fill(
@@ -512,10 +518,11 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
 
     def float32_logits(layer, inputs, output):
-        """Replace the last layer's 16-bit logits, once per token."""
+        """Return float32 logits, which replace the layer's 16-bit ones; also move the bar."""
         bar.update()
         return head_logits(inputs[0][:, -1], head)[:, None]
     hook = model.get_output_embeddings().register_forward_hook(float32_logits)
+    # Leaving the block removes the hook.
     with hook, progress(range(max_new_tokens), "sampling", "token") as bar:
         output = model.generate(
             ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
@@ -579,16 +586,17 @@ def explained_variance(returns, values, mask):
 
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped):
-    """Measure how far rounding alone moves the ratio, on some rows of the first rollout.
-    Their log-probs are computed again one row at a time; if the policy has 16 bits, by a float32
-    copy of it. Returns the deviation of log(pi / pi_old) for a token, and of its mean over a
-    completion: sqrt 2 times the error found, as pi and pi_old are both rounded. Warns where
-    rounding decides, as the clip range of what is `clipped`, "token" or "sequence", is narrow."""
+    """Measure how far rounding alone moves the ratio, on 32 rows of the first rollout.
+    Their log-probs are computed again, one row at a time, and in float32 if the policy has 16 bits:
+    what differs is the rounding error of one pass. pi and pi_old both have such an error, so that
+    log(pi / pi_old) has sqrt 2 times its deviation. Returns that deviation for a token, and for the
+    mean over a completion. Warns if the clip range, of a token's or a sequence's ratio as `clipped`
+    says, is not twice as wide."""
     some = select(rollout, slice(32))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
     gaps = []
-    for b in micro_batches(some, 1, "rounding"):
+    for b in micro_batches(some, 1, "rounding"):  # at most 1 position: so one row each
         gaps.append((token_logprobs(exact, b, args.temperature) - b["old_logp"])[0])  # (t,)
     tokens, sequences = torch.cat(gaps), torch.stack([gap.mean() for gap in gaps])
     noise = {"token": (2 * tokens.square().mean()).sqrt().item(),
@@ -604,7 +612,7 @@ def ratio_noise(policy, rollout, args, clipped):
     return {"ratio_noise": noise["token"], "sequence_ratio_noise": noise["sequence"]}
 
 def evaluate(policy, tokenizer, problems, reward, args):
-    """Compute accuracy on held-out problems, greedy and sampled; samples' mean reward and length.
+    """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
     Where c of n = --eval_samples samples are right, the unbiased estimate is
     pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1). A reward of 1 or more is right."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation
@@ -656,7 +664,7 @@ def load_model(kind, flag, args):
             output_loading_info=True, ignore_mismatched_sizes=True)  # listed below, not raised
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if tokenizer.vocab_size < 3:  # without files of one transformers makes it of special tokens
+    if tokenizer.vocab_size < 3:  # transformers makes one of special tokens if its files lack
         missing.append("tokenizer")
     if missing:
         fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
@@ -700,7 +708,7 @@ def resolve_and_check(args, policy, trained_models=1):
         check_model(policy, args)
 
 def resolve_defaults(args, policy):
-    """Replace every default that is a dict by one of its values, by the model's size or --dtype.
+    """Replace every default that is a dict by its value for this model's size, or for this --dtype.
     Also sets one thread for the toy, and --max_prompt_tokens to what the model has room for."""
     kind = "toy" if policy.num_parameters() < 1_000_000 else "real"
     for name, value in vars(args).items():
@@ -718,7 +726,7 @@ def resolve_defaults(args, policy):
 
 def check_memory(args, size, trained_models):
     """Stop if `size` parameters do not fit the GPU, or their checkpoint the disk."""
-    # Bytes, in 16 bits: weight 2 and gradient 4; with the optimiser master 4 and moments 8.
+    # Bytes, in 16 bits: weight 2 + gradient 4; master 4 + moments 8, unless they are offloaded.
     per_model = 6 if args.offload_optimizer else 18
     held = size * per_model * trained_models
     if getattr(args, "beta", 0) > 0:  # a script of your own may have none
@@ -728,7 +736,8 @@ def check_memory(args, size, trained_models):
              "--offload_optimizer, --beta 0")
     weight = 4 if args.dtype == "float32" else 2
     saved = size * (weight + 4 + 8) * trained_models  # bytes: weight, master, moments
-    copies = 1 if args.resume or args.save_every >= args.steps else 2  # the new beside the old
+    # A new one is written beside the old, which a resumed run has on the disk already.
+    copies = 1 if args.resume or args.save_every >= args.steps else 2
     if copies * saved > shutil.disk_usage(args.out).free:
         fail(f"--out {args.out}: the disk has no room for {copies} x {saved / 1e9:.1f} GB of "
              f"checkpoints; --save_every {args.steps} needs room for one only")
@@ -737,7 +746,8 @@ def check_memory(args, size, trained_models):
 def check_model(model, args):
     """Stop if what we compute with a model is not what the model itself would compute.
     Families scale, bias or cap their logits, are random in training, or keep a memory of their
-    own. Three random prompts are read, one as long as a run allows."""
+    own. Three random prompts are read, one as long as a run allows. The pass in training mode is
+    also timed, for say_how_long."""
     T = 4
     longest = max(8, args.max_prompt_tokens + args.max_new_tokens)
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
@@ -750,7 +760,7 @@ def check_model(model, args):
     states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
     start = time.perf_counter()
     in_training = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
-    in_training.sum().item()  # a GPU is done only now
+    in_training.sum().item()  # waits until the GPU has finished
     say_how_long(args, ids.numel() / (time.perf_counter() - start))
     model.eval()
     model.sampled_by_transformers = False
@@ -760,10 +770,12 @@ def check_model(model, args):
         problem = "changes its logits after the head"
     elif differ(in_training, states, close):
         problem = "is random or different in training mode"
-    elif problem := sampling_problem(model, prompts, T, 10 * close):  # None if all is well
-        print(f"the model {problem}: transformers' own generate is to sample, which is slow")
-        model.sampled_by_transformers = True
-        problem = sampling_problem(model, prompts, T, 10 * close)
+    else:
+        problem = sampling_problem(model, prompts, T, 10 * close)  # None if all is well
+        if problem:
+            print(f"the model {problem}: transformers' own generate is to sample, which is slow")
+            model.sampled_by_transformers = True
+            problem = sampling_problem(model, prompts, T, 10 * close)
     model.train()
     if problem:
         fail(f"--model {args.model}: {type(model).__name__} {problem}: not supported")
@@ -800,10 +812,11 @@ def differ(found, expected, tolerance):
 
 def say_how_long(args, tokens_per_s):
     """Warn where a run may not end in a day, by the speed at which one long row was read.
-    On a CPU a lower bound, as sampling is slower; a GPU reads many rows faster than one."""
+    A run on a CPU takes at least this long; one on a GPU may be faster, as it reads many rows at
+    once."""
     evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
     tokens = args.prompts * args.group_size * args.max_new_tokens
-    step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # backward = 2 forward
+    step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # sample, log-probs; update: 1 + 2
     if args.steps * step + (1 + args.steps / args.eval_every) * evaluation > 24 * 3600:
         warn(f"at {tokens_per_s:.0f} tokens/s an evaluation may take at least "
              f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
@@ -814,7 +827,7 @@ def load_problems(args, tokenizer, reward):
     """Load the training and the held-out problems.
     A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
     splits = read_splits(args.dataset)
-    if list(splits) == [args.split] and args.eval_split == "test":  # the default
+    if list(splits) == [args.split] and args.eval_split == "test":  # no --eval_split given
         rows = splits[args.split]
         train = [row for row in rows if not is_held_out(row, args)]
         held_out = [row for row in rows if is_held_out(row, args)]
@@ -835,8 +848,8 @@ def load_problems(args, tokenizer, reward):
     return train, random.Random(0).sample(held_out, count)
 
 def is_held_out(row, args):
-    """Tell whether a row is of the fifth that is held out, always the same.
-    Its question alone decides, so that one asked twice is on one side."""
+    """Tell whether a row is in the held-out fifth.
+    Its question alone decides: every run splits alike, and one asked twice is on one side."""
     question = str(row.get(args.question_column))
     return random.Random(question).random() < 0.2
 
@@ -849,7 +862,7 @@ def read_splits(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised, too
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
         if path.is_file():
             if path.stat().st_size == 0:
                 raise ValueError("it is empty")
@@ -894,7 +907,7 @@ def prepare(rows, tokenizer, args, use, needs_answer):
              "positions. See also --split, --eval_split: of one split a fifth is held out")
     print(summary)
     ids = [token for problem in problems for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) > len(ids) / 2:  # the toy, asked in words
+    if ids.count(tokenizer.unk_token_id) > len(ids) / 2:  # for example the toy, asked in words
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}: "
              "give another --model")
     return problems
@@ -982,7 +995,8 @@ def answer_reward(problems, completions):
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
-    """Call the reward function on a rollout: (N,) float32. A group's rows answer one problem."""
+    """Call the reward function on a rollout: (N,) float32. The G completions of a problem stand
+    side by side."""
     texts = rollout["texts"]
     name = getattr(reward, "__name__", reward)
     group_size = len(texts) // len(problems)
@@ -1006,7 +1020,8 @@ SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
 # \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
-NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))"  # a word that changes the number
+# A unit has two letters or more: in 5 m the m may be a variable.
+NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))"  # 5 million is not 5
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
     (r"\\(?=[][(){}%$0-9 ])|[$°]|\^\{?\\circ\}?", ""),  # \$5^\circ -> 5
@@ -1024,11 +1039,15 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
 ]
 THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 1234, not in brackets
 GROUP = re.compile(r"([(\[{])([^][(){}]*)([)\]}])")  # 2(x+(y)) -> (y)
-TERMS = re.compile(r".*=.*|[-+]*[^-+]+|[-+]+")  # 5-x+y -> 5, -x, +y
+TERMS = re.compile(r".*=.*|[-+]*[^-+]+|[-+]+")  # an equation stays whole; 5-x+y -> 5, -x, +y
 NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8, 3/8, 0.5, .5
 # sign, number, rest, divisor: '-6x/4' -> '-', '6', 'x', '4'; 2^3, 3!, 1:2 and '-' are all rest
-TERM = rf"([-+]*(?=.))(?:({NUMBER})(?![0-9.^_!:]))?(.*?)(?:(?<=[^-+])/([1-9][0-9]*))?"
-DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")  # GROUP and TERMS pass over these
+TERM = (r"([-+]*(?=.))"  # signs, if something follows
+        rf"(?:({NUMBER})(?![0-9.^_!:]))?"  # a number, but not that of 2^3, 3! or 1:2
+        r"(.*?)"  # the rest
+        r"(?:(?<=[^-+])/([1-9][0-9]*))?")  # a divisor
+# Full-width twins of what is sorted already, so that GROUP, TERMS and split do not see it again.
+DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")
 
 def extract_answer(text):
     r"""Return the last <answer>...</answer> (in it the last box or ####), or the last box, or the
@@ -1039,6 +1058,7 @@ def extract_answer(text):
     text = text.rpartition("</answer>")[0] if tag else text
     if "\\boxed{" in text:
         inside = text.rpartition("\\boxed{")[2][: LONGEST + 1]
+        # What stands before each }: where { and } balance first, the box ends.
         starts = [inside[:i] for i, c in enumerate(inside) if c == "}"]
         text = next((start for start in starts if start.count("{") == start.count("}")), "")
     elif "####" in text:
@@ -1069,16 +1089,17 @@ def canonical(text):
         for item in inside.split(","):
             if item:
                 items.append("+".join(sorted(map(term, TERMS.findall(item)))))
-        if opening == "{":  # a set: no order; its brackets become a tuple's, so ; tells it apart
+        if opening == "{":  # a set has no order; DONE makes { and ( alike, so ; marks a set
             items.sort()
         done = opening + (";" if opening == "{" else ",").join(items) + closing
-        text = text.replace(match[0], done.translate(DONE))  # GROUP does not find these again
+        text = text.replace(match[0], done.translate(DONE))
     return text.strip("（）")  # (9) is 9
 
 @lru_cache(4096)
 def forms(text):
     """Return the canonical forms of an answer, each with the number of its reading: 20% may be
-    20 or 1/5, 1,234 a list or a number. Two answers are equal if they agree in one reading."""
+    20 or 1/5, 1,234 a list or a number. Two answers are equal if they agree in the same reading:
+    else 20% would be 1/5%."""
     text = (text or "").translate(str.maketrans(SYMBOLS))
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
@@ -1132,10 +1153,10 @@ INSTRUCTION = "Reason step by step, then give the final answer on a last line af
 def add_args(parser):
     """Add the flags that every script has."""
     add = parser.add_argument_group("model and problems").add_argument
-    add("--model", default=TOY, help="directory or hub name; a toy below a million parameters")
+    add("--model", default=TOY, help="directory or hub name; below a million parameters a toy")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="to evaluate on; of one split a fifth is held out")
+    add("--eval_split", default="test", help="to evaluate on; if there is one split, a fifth of it")
     add("--question_column", default="question", help="column with the question, text or messages")
     add("--answer_column", default="answer", help="column with the gold answer")
     add("--system_prompt", default=dict(toy="", real=INSTRUCTION), help="said before each question")
@@ -1181,7 +1202,7 @@ def parse(parser, argv):
             for name in ("script", "model", "dataset", "reward_model"):
                 if getattr(args, name) != saved[name]:
                     fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
-    for name in ("kl", "ref_every"):  # flags of grpo.py and gspo.py
+    for name in ("kl", "ref_every"):  # ppo.py has neither: None is its own default
         if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
             warn(f"--{name} does nothing with --beta 0")
     with or_fail(f"--device {args.device}: torch {torch.__version__} sees no such device"):
@@ -1206,7 +1227,7 @@ def or_fail(message):
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # launch has a line for it
+        raise  # launch reports it
     except Exception as error:
         reason = f"{error} {error.__cause__ or ''}"
         fail(f"{message}: {type(error).__name__}: {textwrap.shorten(reason, 400)}")
@@ -1227,7 +1248,7 @@ def launch(main, args):
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or "
              "--max_new_tokens (sampling), or give --offload_optimizer or --beta 0")
     finally:
-        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # after an error
+        shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # of a save that failed
         if made and os.listdir(args.out) == [".lock"]:
             shutil.rmtree(args.out)  # nothing was saved
         lock.release()
@@ -1242,7 +1263,7 @@ def prepare_process(args):
         torch.cuda.set_device(torch.empty(0, device=args.device).device)  # cuda becomes cuda:0
 
 def claim(args):
-    """Make --out and lock it for this process; returns the lock. A killed process leaves none."""
+    """Make --out and lock it for this process; returns the lock, which a kill releases."""
     try:
         if args.out is None:
             now = time.strftime("%m%d-%H%M%S")
@@ -1280,7 +1301,7 @@ def save_checkpoint(args, step, tokenizer, models, optimizers):
         for name in optimizers:
             models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
         tokenizer.save_pretrained(unfinished)
-        shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)
+        shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)  # a resumed run goes on from it
         torch.save(states, unfinished / "optimizer.pt")
         os.sync()  # on the disk before the old one goes, as power may fail
         unfinished.rename(final)
@@ -1304,14 +1325,14 @@ def load_checkpoint(args, models, optimizers):
             raise ValueError(f"{damaged} in it is damaged")
         states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
         for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(states[name])
+            optimizer.load_state_dict(states[name])  # sets the model's weights, too
         if "reference" in states and args.beta > 0:
             models["reference"].load_state_dict(states["reference"])
     return step_of(newest)
 
 def steps(args, start, stop):
     """Yield the steps after `start`, each with its own seed, until the last or a signal to stop.
-    A resumed run draws the same; no two seeds share a step's draws within a million steps."""
+    A resumed run draws the same; runs of two --seed share no step's draws in a million steps."""
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)
         yield step

@@ -239,7 +239,6 @@ FAULTS = {"ppo grpo gspo": [
     ('warn(f"--{name} does', 'str(f"--{name} does', "cli: contradict"),
 ], "tests/toy/make": [
     ('tokenizer, problems["train"])', 'tokenizer, problems["test"])', "toy: warm_up"),
-    ("as_ids(draw(problems, rng)", 'as_ids(draw(make_problems()["test"], rng)', "toy: warm_up"),
     ("digit}={new}", "digit}={result}", "toy: warm_up"),
 ]}
 # path, what stands there, what is planted, tests

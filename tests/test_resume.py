@@ -25,7 +25,7 @@ import ppo
 from conftest import TINY, char_tokenizer, newest, refused, same, spy, sums, train, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("here")
-every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
+every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's is grpo.py's: test_layout.py
 STEADY = f"{TINY} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
 CLOCK = {"seconds", "rollout_tokens_per_s", "update_tokens_per_s", "peak_memory_gb"}  # what no two runs share
 
@@ -168,7 +168,7 @@ def interrupt(patch, number, module, name, call, times=1):
         return real(*args, **kwargs)
     patch.setattr(module, name, interrupted)
 
-@every_script
+@every_main
 @pytest.mark.parametrize("where, number, status", [
     ("collect", signal.SIGINT, 130), ("update", signal.SIGINT, 130), ("update", signal.SIGTERM, 143)])
 def test_a_signal_finishes_and_saves_the_step_and_leaves_with_its_status(
@@ -282,7 +282,7 @@ def test_a_run_is_continued_by_one_process_at_a_time(capsys):
     other.wait()
     assert len(resume(grpo, "run", "--steps 2")) == 3
 
-@every_script
+@every_main
 def test_a_checkpoint_that_is_not_whole_or_of_another_run_is_one_clear_line(script, spread, capsys):
     train(script, f"{STEADY} --beta 0.1")
     state, whole = torch.load(newest() / "optimizer.pt"), files(newest())

@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(family, config, monkeypatch):
     assert len(set(map(len, expected))) > 2
     common.check_model(model, settings(grpo, max_prompt_tokens=16))  # has nothing to say
     model.generation_config.eos_token_id = [i for i in stops if i != 1]  # the tokenizer names 1
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable()
     calls = spy(monkeypatch, common.Sampler, "read")
     rollout = common.generate(model, tiny_tokenizer(), PROMPTS, 1, T, 0.0)
     assert completions_of(rollout, PROMPTS) == expected and model.training
