@@ -53,7 +53,8 @@ def token_logprobs(model, batch, temperature):
     """Compute log pi of the completion tokens, where pi = softmax(logits / temperature).
     Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
     index, hidden, target = completion_states(model, batch)
-    layer = model.get_output_embeddings()  # see ChunkedLogProbs
+    layer = model.get_output_embeddings()
+    # Weight and bias go in twice, as autograd sees only tensors that are arguments.
     logp = ChunkedLogProbs.apply(
         hidden, layer.weight, layer.bias, target, output_head(model), temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
@@ -76,7 +77,7 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def body_of(model):
-    """Return the part of a model that makes hidden states; for a critic, the critic itself."""
+    """Return the part of a model that makes hidden states; for a critic (load_value), itself."""
     if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: base_model is not set
         return model.model
     return model.base_model
@@ -123,7 +124,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head, temperature):
         """Map (M, H), (V, H), (V,) or None, (M,) to (M,). `head` has weight and bias too, but
-        autograd gives gradients only to tensors that are arguments."""
+        autograd gives gradients only to arguments."""
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         ctx.C = 512 if hidden.is_cuda else 256  # 512 logits of 152k ids: .3 GB in float32
@@ -143,7 +144,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         head = ctx.head
         grad = grad * (head.factor / ctx.temperature)  # (M,)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # see Optimizer's grad_dtype
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # Optimizer sets grad_dtype
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             chunk = slice(start, start + ctx.C)
@@ -230,7 +231,7 @@ class Optimizer:
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:  # here: only trained models have an Optimizer
-            model.activation_checkpointing_enable()
+            model.activation_checkpointing_enable()  # new name of gradient_...
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         self.masters = {}
         for name, weight in self.weights.items():
@@ -423,7 +424,7 @@ class Sampler:
         last = self.position[::self.group_size]  # (P,)
         positions = torch.arange(self.S, device=ids.device).expand_as(ids)
         logits = self.read(ids, positions, last)  # (P, V)
-        self.cache.take(self.active // self.group_size)
+        self.cache.take(self.active // self.group_size)  # P rows -> N: each its prompt's
         return logits.repeat_interleave(self.group_size, 0)
 
     def read_last(self):
@@ -701,7 +702,7 @@ def resolve_and_check(args, policy, trained_models=1):
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
-                        if name not in ("script", "problems_hash"))
+                        if name not in ("script", "problems_hash"))  # a resumed run has both
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -712,7 +713,7 @@ def resolve_defaults(args, policy):
     Also sets one thread for the toy, and --max_prompt_tokens to what the model has room for."""
     kind = "toy" if policy.num_parameters() < 1_000_000 else "real"
     for name, value in vars(args).items():
-        if isinstance(value, dict):
+        if isinstance(value, dict):  # by --dtype: gspo.py's --eps_low
             setattr(args, name, value[kind if kind in value else args.dtype])
     if kind == "toy":
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
@@ -753,6 +754,7 @@ def check_model(model, args):
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
     prompts = [rng.choices(vocabulary, k=k) for k in (longest - T, longest // 2, 3)]
     close = 1e-4 if model.dtype == torch.float32 else 0.01
+    close_sampled = 10 * close  # other kernels and shapes round differently
 
     # As in training: the body, then our head.
     ids = torch.tensor(prompts[:1], device=model.device)  # (1, L)
@@ -771,11 +773,11 @@ def check_model(model, args):
     elif differ(in_training, states, close):
         problem = "is random or different in training mode"
     else:
-        problem = sampling_problem(model, prompts, T, 10 * close)  # None if all is well
+        problem = sampling_problem(model, prompts, T, close_sampled)  # None if all is well
         if problem:
             print(f"the model {problem}: transformers' own generate is to sample, which is slow")
             model.sampled_by_transformers = True
-            problem = sampling_problem(model, prompts, T, 10 * close)
+            problem = sampling_problem(model, prompts, T, close_sampled)
     model.train()
     if problem:
         fail(f"--model {args.model}: {type(model).__name__} {problem}: not supported")
@@ -1018,7 +1020,7 @@ def rewards_of(reward, problems, rollout):
 LONGEST = 600  # characters; longer answers are not read
 SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞": r"\infty",
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
-# \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator
+# \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator, a whole number
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
 # A unit has two letters or more: in 5 m the m may be a variable.
 NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))"  # 5 million is not 5
@@ -1045,8 +1047,8 @@ NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8, 3/
 TERM = (r"([-+]*(?=.))"  # signs, if something follows
         rf"(?:({NUMBER})(?![0-9.^_!:]))?"  # a number, but not that of 2^3, 3! or 1:2
         r"(.*?)"  # the rest
-        r"(?:(?<=[^-+])/([1-9][0-9]*))?")  # a divisor
-# Full-width twins of what is sorted already, so that GROUP, TERMS and split do not see it again.
+        r"(?:(?<=[^-+])/([1-9][0-9]*))?")  # a divisor, but not of a sign alone
+# canonical writes a sorted bracket in these twins: GROUP, TERMS and split then pass over it.
 DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")
 
 def extract_answer(text):
@@ -1115,6 +1117,7 @@ def math_reward(completion, answer):
     (0.33 is not 1/3), matrices, 1\pm2, case (Odd is not odd), names (x=5 is y=5), units (5 mm is
     5 cm)."""
     given = extract_answer(completion)
+    # Without a mark the whole gold answer counts.
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
     return float(answer is not None and not forms(given).isdisjoint(forms(gold)))  # None: no text
 
@@ -1202,7 +1205,7 @@ def parse(parser, argv):
             for name in ("script", "model", "dataset", "reward_model"):
                 if getattr(args, name) != saved[name]:
                     fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
-    for name in ("kl", "ref_every"):  # ppo.py has neither: None is its own default
+    for name in ("kl", "ref_every"):  # ppo.py has neither: then both sides are None
         if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
             warn(f"--{name} does nothing with --beta 0")
     with or_fail(f"--device {args.device}: torch {torch.__version__} sees no such device"):
