@@ -23,6 +23,7 @@ def test_the_table_is_complete(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert all(f"\n{name} " in shown for name in table)
 
+@pytest.mark.upkeep
 def test_a_model_and_problems_of_ones_own(monkeypatch, capsys):
     """--model: the same lines; where all T tokens are asked for, nothing ends a completion."""
     monkeypatch.setattr(bench, "TRL", None)
