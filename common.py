@@ -144,7 +144,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         head = ctx.head
         grad = grad * (head.factor / ctx.temperature)  # (M,)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # Optimizer sets grad_dtype
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: see Optimizer
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
         for start in range(0, len(hidden), ctx.C):
             chunk = slice(start, start + ctx.C)
@@ -231,7 +231,7 @@ class Optimizer:
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:  # here: only trained models have an Optimizer
-            model.activation_checkpointing_enable()  # new name of gradient_...
+            model.activation_checkpointing_enable()  # once gradient_checkpointing_enable
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         self.masters = {}
         for name, weight in self.weights.items():
@@ -242,7 +242,7 @@ class Optimizer:
         self.loss_scale = 2.0 ** 14 if self.float16 else 1.0
         self.good_steps = 0  # since the last overflow
         self.adamw = torch.optim.AdamW(
-            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps
+            self.masters.values(), lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps: too many
             eps=eps, weight_decay=0.0, fused=True)
 
     def backward(self, loss):
@@ -424,7 +424,7 @@ class Sampler:
         last = self.position[::self.group_size]  # (P,)
         positions = torch.arange(self.S, device=ids.device).expand_as(ids)
         logits = self.read(ids, positions, last)  # (P, V)
-        self.cache.take(self.active // self.group_size)  # P rows -> N: each its prompt's
+        self.cache.take(self.active // self.group_size)  # from P rows to N
         return logits.repeat_interleave(self.group_size, 0)
 
     def read_last(self):
@@ -665,7 +665,7 @@ def load_model(kind, flag, args):
             output_loading_info=True, ignore_mismatched_sizes=True)  # listed below, not raised
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if tokenizer.vocab_size < 3:  # transformers makes one of special tokens if its files lack
+    if tokenizer.vocab_size < 3:  # without its files transformers makes a bare one
         missing.append("tokenizer")
     if missing:
         fail(f"--{flag} {source}: lacks or has in another shape: {', '.join(missing)}")
@@ -702,7 +702,7 @@ def resolve_and_check(args, policy, trained_models=1):
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
-                        if name not in ("script", "problems_hash"))  # a resumed run has both
+                        if name not in ("script", "problems_hash"))  # no flags
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -713,7 +713,7 @@ def resolve_defaults(args, policy):
     Also sets one thread for the toy, and --max_prompt_tokens to what the model has room for."""
     kind = "toy" if policy.num_parameters() < 1_000_000 else "real"
     for name, value in vars(args).items():
-        if isinstance(value, dict):  # by --dtype: gspo.py's --eps_low
+        if isinstance(value, dict):  # by size, or as gspo.py's --eps_low by --dtype
             setattr(args, name, value[kind if kind in value else args.dtype])
     if kind == "toy":
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
