@@ -43,7 +43,9 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 TOY = str(Path(__file__).resolve().parent / "tests/toy")  # default model and problems
@@ -53,10 +55,7 @@ def token_logprobs(model, batch, temperature):
     """Compute log pi of the completion tokens, where pi = softmax(logits / temperature).
     Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
     index, hidden, target = completion_states(model, batch)
-    layer = model.get_output_embeddings()
-    # Weight and bias go in twice, as autograd sees only tensors that are arguments.
-    logp = ChunkedLogProbs.apply(
-        hidden, layer.weight, layer.bias, target, output_head(model), temperature)  # (M,)
+    logp = chunked_logprobs(hidden, target, output_head(model), temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
 def token_values(model, batch):
@@ -82,6 +81,21 @@ def body_of(model):
         return model.model
     return model.base_model
 
+CHUNK = 2 ** 25  # logits in a chunk, C*V: .13 GB in float32
+
+def chunked_logprobs(hidden, target, head, temperature):
+    """Compute logprobs C tokens at a time, (M, H) and (M,) -> (M,).
+    The backward pass computes each chunk again: one more matrix product, but memory holds (C, V)
+    numbers and not several times (M, V)."""
+    C = CHUNK // len(head.weight)
+    return torch.cat([
+        checkpoint(logprobs, h, y, head, temperature, use_reentrant=False, preserve_rng_state=False)
+        for h, y in zip(hidden.split(C), target.split(C))])
+
+def logprobs(hidden, target, head, temperature):
+    """Compute log softmax(logits / temperature)[target], (C, H) and (C,) -> (C,)."""
+    return -cross_entropy(head_logits(hidden, head, temperature), target, reduction="none")
+
 class Head(NamedTuple):
     """How a model makes logits: cap tanh(x / cap), or x, where x = factor (h weight^T + bias)."""
     weight: torch.Tensor  # (V, H)
@@ -104,7 +118,7 @@ def head_logits(hidden, head, temperature=1.0):
     """Compute logits / temperature, (M, H) -> (M, V), in float32: rounded to bfloat16
     they would be off by .07."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
+        logits = Float32Product.apply(hidden, head.weight)
     else:
         logits = hidden.to(head.weight.dtype) @ head.weight.T
     if head.bias is not None:
@@ -112,55 +126,25 @@ def head_logits(hidden, head, temperature=1.0):
     if head.factor != 1:
         logits *= head.factor
     if head.cap is not None:
-        logits.div_(head.cap).tanh_().mul_(head.cap)
+        logits = head.cap * (logits / head.cap).tanh()
     if temperature != 1:
         logits /= temperature
     return logits
 
-class ChunkedLogProbs(torch.autograd.Function):
-    """The function log softmax(logits / temperature)[target], computed C tokens at a time.
-    The backward pass computes the logits again: one more matrix product, but memory holds (C, V)
-    numbers and not several times (M, V)."""
+class Float32Product(torch.autograd.Function):
+    """hidden weight^T in float32, of 16-bit numbers on a GPU: torch.mm has no gradient for this."""
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, head, temperature):
-        """Map (M, H), (V, H), (V,) or None, (M,) to (M,). `head` has weight and bias too, but
-        autograd gives gradients only to arguments."""
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.head, ctx.temperature = head, temperature
-        ctx.C = 512 if hidden.is_cuda else 256  # 512 logits of 152k ids: .3 GB in float32
-        logp = []
-        for h, y in zip(hidden.split(ctx.C), target.split(ctx.C)):
-            logits = head_logits(h, head, temperature)  # (C, V)
-            logp.append(logits.gather(1, y[:, None]).squeeze(1) - logits.logsumexp(-1))
-            del logits  # free it before the next is made
-        return torch.cat(logp)
+    def forward(ctx, hidden, weight):
+        """Map (C, H) and (V, H) to (C, V)."""
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, grad):
-        """Go back from grad (M,) to hidden, weight and bias. With z = logits / temperature and
-        without a cap: d log p(target) / dz = onehot(target) - p, dz / dh = factor / temperature
-        times the weight."""
-        hidden, weight, bias, target = ctx.saved_tensors
-        head = ctx.head
-        grad = grad * (head.factor / ctx.temperature)  # (M,)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: see Optimizer
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
-        for start in range(0, len(hidden), ctx.C):
-            chunk = slice(start, start + ctx.C)
-            g, y = grad[chunk, None], target[chunk, None]  # (C, 1) both
-            logits = head_logits(hidden[chunk], head, ctx.temperature)  # (C, V)
-            grad_logits = logits.softmax(-1).mul_(-g).scatter_add_(1, y, g)
-            if head.cap is not None:
-                # logits = cap tanh(x / cap) / temperature; d cap tanh(x / cap) / dx = 1 - tanh^2
-                grad_logits *= 1 - (logits * (ctx.temperature / head.cap)) ** 2
-            del logits
-            if bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[chunk]  # 16-bit products, summed in float32
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        """Map (C, V) to (C, H) and (V, H), both of 16-bit numbers; see Optimizer for their sums."""
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return grad @ weight, grad.T @ hidden
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
@@ -227,7 +211,7 @@ class Optimizer:
     GROW_EVERY = 200
 
     def __init__(self, model, lr, args, eps=1e-8):
-        self.lr, self.args = lr, args
+        self.model, self.lr, self.args = model, lr, args
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
         if args.gradient_checkpointing:  # here: only trained models have an Optimizer
@@ -313,6 +297,7 @@ def generate(model, tokenizer, prompts, group_size=1, max_new_tokens=48, tempera
     else:
         sampler = Sampler(model, rows, group_size, max_new_tokens, temperature, stop)
         completions = sampler.run(cuda_graphs)
+    completions = [up_to_stop(completion, stop) for completion in completions]
     model.train(was_training)
     rollout = as_rollout(rows, completions, model.device)
     rollout["finished"] = torch.tensor([c[-1] in stop for c in completions], device=model.device)
@@ -325,6 +310,11 @@ def stop_ids(model, tokenizer):
     eos = model.generation_config.eos_token_id
     several = eos if isinstance(eos, list) else [eos]
     return sorted({tokenizer.eos_token_id, *several} - {None})
+
+def up_to_stop(completion, stop):
+    """Cut a completion, a list of ids, behind its first stop token."""
+    ends = [t for t, token in enumerate(completion, 1) if token in stop]
+    return completion[:ends[0]] if ends else completion
 
 def as_rollout(prompts, completions, device="cpu"):
     """Lay out N prompts and completions, lists of ids, as a rollout's tensors."""
@@ -408,7 +398,7 @@ class Sampler:
         return self.completions()
 
     def completions(self):
-        """Return what is written so far, N lists of ids."""
+        """Return what is written so far, N lists of ids, some of which go on behind their end."""
         starts, ends = self.prompt_lengths.tolist(), (self.position + 1).tolist()
         return [row[start:end] for row, start, end in zip(self.ids.tolist(), starts, ends)]
 
@@ -444,12 +434,11 @@ class Sampler:
 
     def append(self, logits):
         """Draw a token for each active row from softmax(logits / temperature), (n, V).
-        A finished row writes it behind its end, where completions does not look."""
+        A finished row writes on behind its end until it is dropped."""
         token = draw(logits, self.temperature)  # (n,)
-        running = self.running[self.active]  # (n,)
-        self.ids[self.active, self.position[self.active] + 1] = token
-        self.position[self.active] += running.long()
-        self.running[self.active] = running & (token[:, None] != self.stop).all(1)
+        self.position[self.active] += 1
+        self.ids[self.active, self.position[self.active]] = token
+        self.running[self.active] &= (token[:, None] != self.stop).all(1)
 
 class Graph:
     """A step of sampling as a CUDA graph, recorded anew when the shape of its tensors changes."""
@@ -488,27 +477,28 @@ def attention_masks(model, positions, width):
     config = model.config.get_text_config()
     query = positions[:, None, :, None]  # (n, 1, s, 1)
     column = torch.arange(width, device=positions.device)  # (width,)
-    full = torch.where(column > query, -math.inf, 0.0).to(model.dtype)
-    masks = {"full_attention": full}
     window = getattr(config, "sliding_window", None)
-    # Without layer_types all layers are of one kind. Without a window a layer sees all columns.
+    chunk = getattr(config, "attention_chunk_size", None)
+    # The first column that a token sees, by the kind of layer; the last is its own.
+    first = {"full_attention": 0,
+             "sliding_attention": query - window + 1 if window else 0,
+             "chunked_attention": query // chunk * chunk if chunk else 0}
+    # Without layer_types all layers are of one kind.
     only_kind = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [only_kind])
-    if "sliding_attention" in kinds:
-        masks["sliding_attention"] = full.masked_fill(
-            column <= query - (window or width), -math.inf)
-    if "chunked_attention" in kinds:
-        chunk = config.attention_chunk_size
-        masks["chunked_attention"] = full.masked_fill(column < query // chunk * chunk, -math.inf)
-    if not kinds <= masks.keys():
-        raise ValueError(f"its layers are of another kind, {', '.join(kinds - masks.keys())}")
+    if not kinds <= first.keys():
+        raise ValueError(f"its layers are of another kind, {', '.join(kinds - first.keys())}")
+    masks = {}
+    for kind in kinds:
+        is_hidden = (column > query) | (column < first[kind])
+        masks[kind] = torch.where(is_hidden, -math.inf, 0.0).to(model.dtype)
     return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, logits=False):
     """Sample a completion of each prompt by transformers' own generate, which is slow.
     For models that keep more than keys and values, such as recurrent states. The model's own
-    top_k and the like are left out. Returns the completions, lists of ids, and if asked the logits
-    of each token, T of (N, V)."""
+    top_k and the like are left out. Returns the completions, lists of ids that go on behind their
+    end, and if asked the logits of each token, T of (N, V)."""
     import transformers
     S = max(len(prompt) for prompt in prompts)
     pad = stop[0] if stop else 0
@@ -531,11 +521,7 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
             do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
             return_dict_in_generate=True)
     model.generation_config = own_settings
-    completions = []
-    for written in output.sequences[:, S:].tolist():
-        ends = [t for t, token in enumerate(written, 1) if token in stop]
-        completions.append(written[:ends[0]] if ends else written)
-    return completions, output.logits
+    return output.sequences[:, S:].tolist(), output.logits
 
 # ---- Statistics ----
 def means(logged):
@@ -1283,42 +1269,40 @@ def claim(args):
         fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     return lock
 
-def checkpoints(args):
-    """List the checkpoints in --out, oldest first. A directory such as step-best is the user's."""
-    found = [path for path in Path(args.out).glob("step-[1-9]*/") if path.name[5:].isdecimal()]
-    return sorted(found, key=step_of)
+def saved_steps(args):
+    """List the steps whose checkpoints are in --out, in order. step-best and the like are yours."""
+    names = [path.name.removeprefix("step-") for path in Path(args.out).glob("step-[1-9]*/")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
-def step_of(checkpoint):
-    """Read the step from a checkpoint's name: step-20 -> 20."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-def save_checkpoint(args, step, tokenizer, models, optimizers):
+def save_checkpoint(args, step, tokenizer, optimizers, reference):
     """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one.
     There are no random states to save: each is a function of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    if getattr(args, "ref_every", None) and args.beta > 0:  # else the reference is --model
-        states["reference"] = models["reference"].state_dict()
+    if reference is not None and getattr(args, "ref_every", None):  # else it is --model
+        states["reference"] = reference.state_dict()
     with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
-        for name in optimizers:
-            models[name].save_pretrained(unfinished if name == "policy" else unfinished / name)
+        for name, optimizer in optimizers.items():
+            folder = unfinished if name == "policy" else unfinished / name
+            optimizer.model.save_pretrained(folder)
         tokenizer.save_pretrained(unfinished)
         shutil.copy(Path(args.out, "metrics.jsonl"), unfinished)  # a resumed run goes on from it
         torch.save(states, unfinished / "optimizer.pt")
         os.sync()  # on the disk before the old one goes, as power may fail
         unfinished.rename(final)
-    for old in checkpoints(args):
-        if step_of(old) < step:
-            old.rename(unfinished)  # a kill while files go leaves no half of a checkpoint
+    for old in saved_steps(args):
+        if old < step:  # a kill while files go leaves no half of a checkpoint
+            Path(args.out, f"step-{old}").rename(unfinished)
             shutil.rmtree(unfinished)
 
-def load_checkpoint(args, models, optimizers):
+def load_checkpoint(args, optimizers, reference):
     """Load the newest checkpoint in --out and return its step; 0 if there is none.
     A run without --resume begins in an empty directory: claim has seen to that."""
-    if not checkpoints(args):
+    if not saved_steps(args):
         return 0
-    newest = checkpoints(args)[-1]
+    step = saved_steps(args)[-1]
+    newest = Path(args.out, f"step-{step}")
     with or_fail(f"--resume: {newest}/metrics.jsonl cannot be used"):
         for line in Path(newest, "metrics.jsonl").read_text().splitlines():
             json.loads(line)["step"]  # raises if the line is damaged
@@ -1329,43 +1313,23 @@ def load_checkpoint(args, models, optimizers):
         states = torch.load(newest / "optimizer.pt", map_location="cpu")  # never twice on the GPU
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(states[name])  # sets the model's weights, too
-        if "reference" in states and args.beta > 0:
-            models["reference"].load_state_dict(states["reference"])
-    return step_of(newest)
-
-def steps(args, start, stop):
-    """Yield the steps after `start`, each with its own seed, until the last or a signal to stop.
-    A resumed run draws the same; runs of two --seed share no step's draws in a million steps."""
-    for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)
-        yield step
-        if stop.leaving:
-            break
+        if reference is not None and "reference" in states:
+            reference.load_state_dict(states["reference"])
+    return step
 
 class StopSignal:
     """Ctrl-C or SIGTERM: the first lets the step finish and be saved, the next ends it at once."""
     def __init__(self):
         self.status = 0  # what the process will return: 130 after Ctrl-C, 143 after SIGTERM
-        self.leaving = False
         signal.signal(signal.SIGINT, self.receive)
         signal.signal(signal.SIGTERM, self.receive)
 
     def receive(self, number, frame):
         """Note the signal; Python calls this between two instructions."""
         self.status = 128 + number
-        self.reset()
-        print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
-
-    def requested(self):
-        """Tell whether this step is the last: asked once a step, just before it may be saved.
-        A signal that comes later waits for the next step, else this one would not be saved."""
-        self.leaving = self.status != 0
-        return self.leaving
-
-    def reset(self):
-        """Let signals do what they do by default."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
 
 class Logger:
     """What a run leaves and shows: metrics.jsonl, args.json, TensorBoard, a bar and lines."""
@@ -1436,17 +1400,17 @@ class Logger:
 
     def close(self, stop):
         """Print the results and where they are; after a signal exit with its status."""
-        stop.reset()
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_accuracy" in stats:
                 print(f"held out, after {stats['step']:3} steps  "
                       f"{format_stats(stats, self.HELD_OUT)}")
-        print(f"model and checkpoint  {checkpoints(self.args)[-1]}")
+        last = saved_steps(self.args)[-1]
+        print(f"model and checkpoint  {self.args.out}/step-{last}")
         print(f"metrics               {self.path}")
         if self.args.tensorboard:
             self.board.close()
-        if stop.leaving and step_of(checkpoints(self.args)[-1]) < self.args.steps:
+        if stop.status and last < self.args.steps:
             print(f"interrupted; go on with --out {self.args.out} --resume")
             sys.exit(stop.status)
 

@@ -140,14 +140,14 @@ def main(args):
     reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
     problems, held_out = common.load_problems(args, tokenizer, reward)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
-    models = {"policy": policy, "reference": reference}
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
-    start = common.load_checkpoint(args, models, optimizers)  # 0 unless --resume
+    start = common.load_checkpoint(args, optimizers, reference)  # 0 unless --resume
     logger = common.Logger(args, start)
     if start == 0:
         logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
     stop = common.StopSignal()
-    for step in common.steps(args, start, stop):  # each with its own seed; a signal ends it early
+    for step in range(start + 1, args.steps + 1):
+        torch.manual_seed(args.seed * 1_000_003 + step)  # a resumed run draws the same
         step_start = time.perf_counter()
         if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
@@ -160,8 +160,10 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         logger.log(step, stats, batch[0], rollout)
-        if stop.requested() or step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(args, step, tokenizer, models, optimizers)
+        if stop.status or step % args.save_every == 0 or step == args.steps:
+            common.save_checkpoint(args, step, tokenizer, optimizers, reference)
+            if stop.status:  # Ctrl-C or SIGTERM, even while saving
+                break
     logger.close(stop)  # after a signal it exits
 
 if __name__ == "__main__":

@@ -289,16 +289,17 @@ def test_temperature_reaches_the_sampling_and_seed_reaches_the_samples(script, s
     assert len(set(cold)) == 1 < len(set(warm)) and warm == again and not set(warm) & set(other)
     assert warm != calls[3].result[0]["texts"], "every step draws anew"
 
-def test_no_two_steps_of_any_seeds_share_their_noise(spread, monkeypatch):
+@every_main
+def test_no_two_steps_of_any_seeds_share_their_noise(spread, script, monkeypatch):
     """With seed + step, seeds 0 to 4 would share 19 of 20 streams: their spread would be that of one run."""
-    real, seeds = grpo.collect, []
+    real, seeds = script.collect, []
 
     def collect(*args):
         seeds.append(torch.initial_seed())
         return real(*args)
-    monkeypatch.setattr(grpo, "collect", collect)
+    monkeypatch.setattr(script, "collect", collect)
     for seed in range(3):
-        train(grpo, f"{TINY} --steps 3 --max_new_tokens 1 --seed {seed}", out=f"run{seed}")
+        train(script, f"{TINY} --steps 3 --max_new_tokens 1 --seed {seed}", out=f"run{seed}")
     assert len(set(seeds)) == len(seeds) == 9
 
 CHANGES = {ppo: ["--gamma 0.9", "--lam 0.5", "--vf_coef 9", "--eps_value 1e-4", "--value_lr 0.1", "--whiten"],

@@ -83,7 +83,7 @@ def test_training_uses_no_mask(tmp_path, family, monkeypatch):
     common.token_logprobs(model, random_batch(5), 1.0).sum().backward()
     assert len(calls) == 2 * 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
-# --- ChunkedLogProbs
+# --- chunks
 
 def full(hidden, weight, target, temperature, bias=None, factor=1.0, cap=None):
     """Log-softmax of the tempered logits by the definition, in float64."""
@@ -93,9 +93,11 @@ def full(hidden, weight, target, temperature, bias=None, factor=1.0, cap=None):
     return (logits / temperature).log_softmax(-1).gather(1, target[:, None])[:, 0]
 
 def chunked(hidden, weight, target, temperature, bias=None, factor=1.0, cap=None):
-    """The same by ChunkedLogProbs."""
+    """The same in chunks of 256 tokens."""
     head = common.Head(weight.to(torch.promote_types(weight.dtype, torch.float32)), bias, factor, cap)
-    return common.ChunkedLogProbs.apply(hidden, weight, bias, target, head, temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "CHUNK", 256 * len(weight))
+        return common.chunked_logprobs(hidden, target, head, temperature)
 
 def case(dtype, M, V=61, H=16, scale=1.0):
     """Hidden states (M, H), weight (V, H), targets and numbers to weight a sum of log-probs with, (M,)."""
@@ -133,13 +135,20 @@ def test_bias_factor_and_cap_of_a_head(has_bias, factor, cap, dtype, value, slop
     gradients = (torch.autograd.grad((x * push).sum(), weights) for x in (ours, theirs))
     assert all(relative(a, b) < slope and a.dtype == dtype for a, b in zip(*gradients))
 
-def test_bfloat16_gradients_of_the_head_are_summed_over_chunks_in_float32():
-    """A sum over 400 chunks kept in bfloat16 would stall: this is as good as the rounding of its result."""
-    hidden, weight, target, _ = case(torch.bfloat16, 400 * 256)
+def test_the_16_bit_product_of_a_gpu(monkeypatch):
+    """It rounds no logit, and its gradients, summed over 400 chunks, are as good as 16-bit products are.
+    The CPU's torch.mm cannot give float32 of 16 bits: here another one does."""
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    hidden, weight, _, push = case(torch.bfloat16, 400 * 8)
     hidden.data.abs_()
-    target.fill_(3)
-    sums = (f(hidden, weight, target, 1.0).sum() for f in (chunked, full))
-    assert relative(*(torch.autograd.grad(x, weight)[0] for x in sums)) < 5e-3
+    weight.grad_dtype = torch.float32  # as Optimizer sets it
+    logits = torch.cat([common.Float32Product.apply(h, weight) for h in hidden.split(8)])
+    exact = [x.detach().double() for x in (hidden, weight)]
+    assert logits.dtype == torch.float32 and relative(logits, exact[0] @ exact[1].T) < 1e-6
+    (logits * push.abs()[:, None]).sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert relative(weight.grad, push.abs().double() @ exact[0] * torch.ones(61, 1)) < 2e-3
+    assert relative(hidden.grad, push.abs().double()[:, None] * exact[1].sum(0)) < 5e-3
 
 # --- memory
 

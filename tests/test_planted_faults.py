@@ -47,6 +47,10 @@ FAULTS = {"ppo grpo gspo": [
     ("clip_frac\": (is_clipped.sum(), mask.sum())", "clip_frac\": (is_clipped.sum(), mask.numel())",
      "ppo grpo gspo: float_loop"),
 ], "ppo grpo": [
+    ("args.seed * 1_000_003 + step", "step", "cli: seed_reaches"),
+    ("args.seed * 1_000_003 + step", "args.seed + step", "cli: share_their_noise"),
+    ("for step in range(start + 1, args.steps + 1):", "for step in range(max(1, start), args.steps + 1):",
+     "resume: bit_equal_to"),
     (" ratio = log_ratio.clamp(max=20)", " ratio = log_ratio", "every_script: two_hundred"),
     (" ratio = log_ratio.clamp(max=20)", " ratio = log_ratio.clamp(max=5)", "ppo grpo: float_loop"),
 ], "ppo gspo": [
@@ -97,10 +101,10 @@ FAULTS = {"ppo grpo gspo": [
     ("hidden[row, position - 1]", "hidden[row, position]", "logprobs: log_softmax and qwen2"),
     ("    if temperature != 1:\n", "    if False:\n", "logprobs: log_softmax and qwen2"),
     ("    if temperature != 1:\n", "    if temperature < 1:\n", "logprobs: log_softmax and qwen2"),
-    ("(head.factor / ctx.temperature)", "head.factor", "logprobs: log_softmax and qwen2"),
+    ("out_dtype=torch.float32)", "out_dtype=hidden.dtype).float()", "logprobs: bit_product"),
     ("logits = hidden.to(head.weight.dtype) @ head.weight.T",
      "logits = (hidden @ head.weight.T.to(hidden.dtype)).to(head.weight.dtype)", "logprobs: chunks"),
-    ("else 256  #", "else 10**9  #", "logprobs: memory"),
+    ("CHUNK // len(head.weight)", "10 ** 9", "logprobs: memory"),
     ("setattr(holder, name, 0.0)", "pass", "logprobs: ratio_is_one and qwen2"),  # dropout
     ("minibatches(rollout, args.minibatches,", "minibatches(rollout, 1,", "every_script: equal_before"),
     # batches, statistics, optimiser
@@ -140,20 +144,19 @@ FAULTS = {"ppo grpo gspo": [
     ("return head_logits(hidden[row, last], self.head)",
      "return head_logits(hidden[row, last], self.head).to(hidden.dtype).float()", "sampling: unrounded"),
     ("if len(running) == 0:", "if len(running) <= 5:", "sampling: large_rollout"),
-    ("(self.position + 1).tolist()", "(self.position + self.running).tolist()",
-     "sampling: first_stop"),  # no EOS
+    ("enumerate(completion, 1) if token", "enumerate(completion) if token", "sampling: first_stop"),  # no EOS
     ("[torch.ones_like(row) for row in rows]", "[(row > 1).long() for row in rows]", "sampling: first_stop"),
-    ("+= running.long()", "+= 1", "sampling: first_stop"),  # tokens after EOS
+    ("completion[:ends[0]] if", "completion[:ends[-1]] if", "sampling: first_stop"),  # tokens after EOS
     ("{tokenizer.eos_token_id, *several}", "{*several}", "sampling: that_stop"),
     ("position_ids=positions", "position_ids=positions - positions[:, :1]", "sampling: greedy and gpt2"),
-    ("column <= query -", "column < query -", "sampling: greedy and mistral"),  # a window one too wide
+    ("query - window + 1 if", "query - window if", "sampling: greedy and mistral"),  # a window one too wide
     ("= new.transpose(1, 2)", "= new.transpose(1, 2) * 0.9", "sampling: greedy and llama"),  # the scale
     ("[cached[rows] for", "[cached[:len(rows)] for", "sampling: greedy and llama"),
     ("model.eval()  #", "model.train()  #", "sampling: greedy and llama"),
     ("model.eval()  #", "model.eval().bfloat16()  #", "sampling: leaves_the_model and llama"),
     ("self.position[self.active] +=", "self.position = ~~self.position; self.position[self.active] +=",
      "sampling: replayed"),
-    ("self.running[self.active] =", "self.running = ~~self.running; self.running[self.active] =",
+    ("self.running[self.active] &=", "self.running = ~~self.running; self.running[self.active] &=",
      "sampling: replayed"),
     ("if shape == self.shape:", "if self.shape and shape[0] == self.shape[0]:", "sampling: replayed"),
     ("if cuda_graphs and self.ids.is_cuda", "if self.ids.is_cuda", "cli: no_cuda_graphs and grpo"),
@@ -204,12 +207,10 @@ FAULTS = {"ppo grpo gspo": [
     ('reading.replace("%", percent)', 'reading.replace("%", percent, 1)', "math_reward: pays_the_same"),
     ("(?<=\\\\[lg]e)q(?:slant)?", "(?<=\\\\le)q(?:slant)?", "math_reward: pays_the_same"),
     # runs and checkpoints
-    ("args.seed * 1_000_003 + step", "step", "cli: seed_reaches and grpo"),
-    ("args.seed * 1_000_003 + step", "args.seed + step", "cli: share_their_noise"),
-    ("sorted(found, key=step_of)", "sorted(found)", "resume: newest"),
+    ("sorted(int(name) for name in names if", "(int(name) for name in sorted(names) if", "resume: newest"),
     (', Path(args.out, ".unfinished")', ', Path(args.out, f"step-{step}")', "resume: kill_inside and ppo"),
     ('shutil.rmtree(Path(args.out, ".unf', 'dict(x=Path(args.out, ".unf', "resume: full_disk and optimizer"),
-    ("if step_of(old) < step:", "if step_of(old) != step:", "resume: users"),
+    ("        if old < step:", "        if old != step:", "resume: users"),
     ('glob("step-[1-9]*/")', 'glob("step-[1-9]*")', "resume: users"),
     ("except torch.OutOfMemoryError:\n        raise  # l", "except MemoryError:\n        raise  # l",
      "cli: runs_out"),
@@ -226,10 +227,8 @@ FAULTS = {"ppo grpo gspo": [
      "resume: newest"),
     ('shutil.copy(Path(args.out, f"step-{start}", "metrics.jsonl"), self.path)', "pass",
      "resume: damaged_or_lost"),
-    ("for step in range(start + 1, args.steps + 1):", "for step in range(max(1, start), args.steps + 1):",
-     "resume: bit_equal_to and grpo"),
     ("    self.weights[name].data.copy_(master)", "    pass", "resume: bit_equal_to and grpo"),
-    ('models["reference"].load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),
+    ('reference.load_state_dict(states["reference"])', "pass", "resume: bit_equal_to and grpo"),
     ("self.board.add_scalar(name, value, step)", "self.board.add_scalar(name, value, step - 1)",
      "cli: same_steps"),
     ('stats.get("skipped") or stats.get("value_skipped")', 'stats.get("skipped")', "cli: critics_step"),

@@ -36,8 +36,8 @@ def files(path):
     """Every file below `path` and what it holds."""
     return {str(f.relative_to(path)): f.read_bytes() for f in sorted(Path(path).rglob("*")) if f.is_file()}
 
-def checkpoints(out):
-    return common.checkpoints(types.SimpleNamespace(out=out))
+def saved_steps(out):
+    return common.saved_steps(types.SimpleNamespace(out=out))
 
 def resume(script, out, flags=""):
     """Continue a run as another process would, with other random numbers."""
@@ -81,11 +81,11 @@ def test_a_process_killed_at_a_random_moment_is_resumed_bit_equal():
     while last < 3:
         assert child.poll() is None and time.monotonic() < deadline, "it ended by itself, or saves nothing"
         time.sleep(pause := os.urandom(1)[0] / 5000)
-        last = max([0, *(int(path.name[5:]) for path in checkpoints("part"))])
+        last = max([0, *saved_steps("part")])
     print(f"killed {pause} s after the last look")
     child.kill()
     child.wait()
-    total = int(checkpoints("part")[-1].name[5:]) + 3
+    total = saved_steps("part")[-1] + 3
     assert [row["step"] for row in resume(ppo, "part", f"--steps {total}")] == [*range(total + 1)]
     train(ppo, f"{flags} --steps {total}", out="whole")
     same_runs("part", "whole")
@@ -112,7 +112,7 @@ def test_a_kill_inside_a_save_loses_nothing(script, module, name, calls, spread,
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(module, name, killed)
         train(script, flags, out="part")
-    for checkpoint in checkpoints("part"):
+    for checkpoint in (f"part/step-{step}" for step in saved_steps("part")):
         whole = {"model.safetensors", "optimizer.pt", "tokenizer.json"}
         assert whole <= files(checkpoint).keys(), "half a checkpoint"
     resume(script, "part")
@@ -130,7 +130,7 @@ def test_the_newest_checkpoint_goes_by_number_and_what_a_kill_leaves_does_no_har
     Path("part/.unfinished/value.safetensors").write_text("half")
     with open("part/metrics.jsonl", "a") as file:
         file.write(json.dumps(rows("part")[-1] | {"step": 11, "reward": 99}) + "\n" + '{"step": 12, "rew')
-    assert [path.name for path in checkpoints("part")] == ["step-9", "step-10"]
+    assert saved_steps("part") == [9, 10]
     before, real, replaced = files("part"), os.replace, []
 
     def watched(source, target, **settings):
@@ -233,10 +233,10 @@ def test_nothing_of_the_users_is_removed(spread):
     resume(grpo, "run", "--steps 4")
     assert {name: files(f"run/{name}") for name in mine} == before
     assert Path("run/step-1").read_text() == "a file"
-    assert [path.name for path in checkpoints("run")] == ["step-4"] and not Path("run/step-2").exists()
+    assert saved_steps("run") == [4] and not Path("run/step-2").exists()
     args = grpo.parse_args("--resume --out run".split())
     shutil.copytree("run/step-4", "run/step-1000")
-    common.save_checkpoint(args, 5, char_tokenizer(), {}, {})
+    common.save_checkpoint(args, 5, char_tokenizer(), {}, None)
     assert {"step-5", "step-1000"} <= {path.name for path in Path("run").iterdir()}
 
 def test_of_runs_started_in_the_same_second_each_has_its_own_out_or_is_refused(capsys, monkeypatch):
