@@ -1253,20 +1253,17 @@ def prepare_process(args):
 
 def claim(args):
     """Make --out and lock it for this process; returns the lock, which a kill releases."""
-    try:
-        if args.out is None:
-            now = time.strftime("%m%d-%H%M%S")
-            process = os.getpid()  # as two runs may start in the same second
-            args.out = f"runs/{Path(args.script).stem}-{now}-{process}"
+    if args.out is None:
+        now = time.strftime("%m%d-%H%M%S")
+        process = os.getpid()  # as two runs may start in the same second
+        args.out = f"runs/{Path(args.script).stem}-{now}-{process}"
+    with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
         os.makedirs(args.out, exist_ok=True)
         others = set(os.listdir(args.out)) - {".lock"}
         if others and not args.resume:
             fail(f"--out {args.out}: is not empty: go on with --resume or give another")
         lock = FileLock(Path(args.out, ".lock"))
         lock.acquire(timeout=0)
-    except OSError as error:
-        # The lock's own error is an OSError without a strerror.
-        fail(f"--out {args.out}: {error.strerror or 'in use by another process'}")
     return lock
 
 def saved_steps(args):

@@ -275,7 +275,7 @@ def test_a_run_is_continued_by_one_process_at_a_time(capsys):
         [sys.executable, "-c", "import filelock; lock = filelock.FileLock('run/.lock'); lock.acquire(); "
          "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     other.stdout.readline()
-    with refused(capsys, "--out run", "in use"):
+    with refused(capsys, "--out run", "another process"):
         resume(grpo, "run", "--steps 2")
     assert files("run") == before
     other.kill()
