@@ -11,14 +11,14 @@ V vocabulary, H width of a hidden state, D of a head. Of a part: n <= N, s <= S,
 
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on prompt and completion, 0 on padding, whose id 0 may be a token's, too
-    mask       (N, T)  float32; column t is the completion's token t, wherever its prompt ends: 1 up
-                       to its first eos, that included, then 0
+    attention  (N, L)  1 on prompt and completion, 0 on padding; its id, 0, may be a token's, too
+    mask       (N, T)  float32; column t is token t of the completion, not of the row: 1 up to its
+                       stop token or, if it has none, its last token, then 0
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
     finished   (N,)    True where a stop token ended the completion
     texts      N completions
     seconds    how long it took to sample them
-The scripts add rewards (N,), old_logp, ref_logp, values, returns (N, T) and adv.
+The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
 import argparse
 import contextlib
@@ -76,8 +76,9 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def body_of(model):
-    """Return the part of a model that makes hidden states; for a critic (load_value), itself."""
-    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: base_model is not set
+    """Return the part of a model that makes hidden states.
+    A model without such a part is its own base_model, as is the critic (load_value): no head."""
+    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4 does not say what its is
         return model.model
     return model.base_model
 
@@ -141,7 +142,7 @@ class Float32Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Map (C, V) to (C, H) and (V, H), both of 16-bit numbers; see Optimizer for their sums."""
+        """Map (C, V) to (C, H) and (V, H), in 16 bits; .grad sums them in float32: Optimizer."""
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, grad.T @ hidden
@@ -214,12 +215,12 @@ class Optimizer:
         self.model, self.lr, self.args = model, lr, args
         self.steps_taken = 0
         self.device = "cpu" if args.offload_optimizer else model.device
-        if args.gradient_checkpointing:  # here: only trained models have an Optimizer
-            model.activation_checkpointing_enable()  # once gradient_checkpointing_enable
+        if args.gradient_checkpointing:  # set here, as only a trained model has an Optimizer
+            model.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         self.masters = {}
         for name, weight in self.weights.items():
-            weight.grad_dtype = torch.float32  # torch's: the dtype of .grad and its sums
+            weight.grad_dtype = torch.float32  # torch then sums .grad in float32
             # No copy of a float32 weight on this device: its master is the weight itself.
             self.masters[name] = weight.detach().to(self.device, torch.float32)
         self.float16 = any(weight.dtype == torch.float16 for weight in self.weights.values())
@@ -312,7 +313,7 @@ def stop_ids(model, tokenizer):
     return sorted({tokenizer.eos_token_id, *several} - {None})
 
 def up_to_stop(completion, stop):
-    """Cut a completion, a list of ids, behind its first stop token."""
+    """Cut a completion, a list of ids, after its first stop token."""
     ends = [t for t, token in enumerate(completion, 1) if token in stop]
     return completion[:ends[0]] if ends else completion
 
@@ -398,7 +399,7 @@ class Sampler:
         return self.completions()
 
     def completions(self):
-        """Return what is written so far, N lists of ids, some of which go on behind their end."""
+        """Return what is written so far, N lists of ids, some of which go on after their end."""
         starts, ends = self.prompt_lengths.tolist(), (self.position + 1).tolist()
         return [row[start:end] for row, start, end in zip(self.ids.tolist(), starts, ends)]
 
@@ -408,7 +409,7 @@ class Sampler:
 
     def read_prompts(self):
         """Read each prompt once for its group; returns the logits of the first tokens, (N, V).
-        The padding behind a shorter prompt is read into the cache too. It does no harm: no token
+        The padding after a shorter prompt is read into the cache too. It does no harm: no token
         looks to its right, and the columns are overwritten before a later token sees them."""
         ids = self.ids[::self.group_size, :self.S]  # (P, S)
         last = self.position[::self.group_size]  # (P,)
@@ -434,7 +435,7 @@ class Sampler:
 
     def append(self, logits):
         """Draw a token for each active row from softmax(logits / temperature), (n, V).
-        A finished row writes on behind its end until it is dropped."""
+        A finished row writes on after its end until it is dropped."""
         token = draw(logits, self.temperature)  # (n,)
         self.position[self.active] += 1
         self.ids[self.active, self.position[self.active]] = token
@@ -463,7 +464,8 @@ def draw(logits, temperature):
         return logits.argmax(-1)
     # float64: a GPU adds in parallel, and float32 sums might decrease from id to id.
     cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)  # (n, V)
-    u = 1 - torch.rand(len(logits), 1, device=logits.device)  # in (0, 1]: never an id of p = 0
+    # u is in (0, 1]: the first sum that reaches it is never that of an id with p = 0.
+    u = 1 - torch.rand(len(logits), 1, device=logits.device)
     return torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
 
 def round_up(n, step):
@@ -487,7 +489,7 @@ def attention_masks(model, positions, width):
     only_kind = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [only_kind])
     if not kinds <= first.keys():
-        raise ValueError(f"its layers are of another kind, {', '.join(kinds - first.keys())}")
+        raise ValueError(f"attention layers of unknown kind: {', '.join(kinds - first.keys())}")
     masks = {}
     for kind in kinds:
         is_hidden = (column > query) | (column < first[kind])
@@ -497,7 +499,7 @@ def attention_masks(model, positions, width):
 def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, logits=False):
     """Sample a completion of each prompt by transformers' own generate, which is slow.
     For models that keep more than keys and values, such as recurrent states. The model's own
-    top_k and the like are left out. Returns the completions, lists of ids that go on behind their
+    top_k and the like are left out. Returns the completions, lists of ids that go on after their
     end, and if asked the logits of each token, T of (N, V)."""
     import transformers
     S = max(len(prompt) for prompt in prompts)
@@ -509,14 +511,15 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
 
     def float32_logits(layer, inputs, output):
-        """Return float32 logits, which replace the layer's 16-bit ones; also move the bar."""
+        """Replace the layer's 16-bit logits, at each token, by float32 ones; move the bar."""
         bar.update()
         return head_logits(inputs[0][:, -1], head)[:, None]
     hook = model.get_output_embeddings().register_forward_hook(float32_logits)
     # Leaving the block removes the hook.
     with hook, progress(range(max_new_tokens), "sampling", "token") as bar:
         output = model.generate(
-            ids.to(model.device), attention_mask=attention.to(model.device), top_k=0,
+            ids.to(model.device), attention_mask=attention.to(model.device),
+            top_k=0,  # else transformers' default, 50
             max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
             do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
             return_dict_in_generate=True)
@@ -575,10 +578,10 @@ def explained_variance(returns, values, mask):
 def ratio_noise(policy, rollout, args, clipped):
     """Measure how far rounding alone moves the ratio, on 32 rows of the first rollout.
     Their log-probs are computed again, one row at a time, and in float32 if the policy has 16 bits:
-    what differs is the rounding error of one pass. pi and pi_old both have such an error, so that
-    log(pi / pi_old) has sqrt 2 times its deviation. Returns that deviation for a token, and for the
-    mean over a completion. Warns if the clip range, of a token's or a sequence's ratio as `clipped`
-    says, is not twice as wide."""
+    what differs is the rounding error of one pass. The ratio divides the results of two passes, so
+    that its log has sqrt 2 times that deviation. Returns it for a token and for the mean over a
+    completion. Warns if --eps_low or --eps_high is less than twice that of `clipped`, "token" or
+    "sequence"."""
     some = select(rollout, slice(32))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
@@ -660,6 +663,7 @@ def load_model(kind, flag, args):
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(holder, name, 0.0)
+    # Without dropout train() changes nothing but this: gradient checkpointing asks for it.
     return model.to(args.device).train(), tokenizer
 
 def load_policy(args):
@@ -688,7 +692,7 @@ def resolve_and_check(args, policy, trained_models=1):
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
-                        if name not in ("script", "problems_hash"))  # no flags
+                        if name not in ("script", "problems_hash"))  # these two are not flags
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -713,17 +717,18 @@ def resolve_defaults(args, policy):
 
 def check_memory(args, size, trained_models):
     """Stop if `size` parameters do not fit the GPU, or their checkpoint the disk."""
-    # Bytes, in 16 bits: weight 2 + gradient 4; master 4 + moments 8, unless they are offloaded.
-    per_model = 6 if args.offload_optimizer else 18
-    held = size * per_model * trained_models
+    weight = 4 if args.dtype == "float32" else 2  # bytes
+    held = weight + 4  # and its gradient
+    if not args.offload_optimizer:
+        held += 8 if args.dtype == "float32" else 12  # moments 8, master 4: here the weight itself
+    held *= size * trained_models
     if getattr(args, "beta", 0) > 0:  # a script of your own may have none
-        held += size * 2  # the reference
+        held += size * weight  # the reference
     if args.device.startswith("cuda") and held > torch.cuda.mem_get_info(args.device)[1]:
         fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try "
              "--offload_optimizer, --beta 0")
-    weight = 4 if args.dtype == "float32" else 2
-    saved = size * (weight + 4 + 8) * trained_models  # bytes: weight, master, moments
-    # A new one is written beside the old, which a resumed run has on the disk already.
+    saved = size * (weight + 4 + 8) * trained_models  # weight, master, moments
+    # A checkpoint is written beside the one before, which a resumed run has on the disk already.
     copies = 1 if args.resume or args.save_every >= args.steps else 2
     if copies * saved > shutil.disk_usage(args.out).free:
         fail(f"--out {args.out}: the disk has no room for {copies} x {saved / 1e9:.1f} GB of "
@@ -804,7 +809,8 @@ def say_how_long(args, tokens_per_s):
     once."""
     evaluation = args.eval_problems * (1 + args.eval_samples) * args.max_new_tokens / tokens_per_s
     tokens = args.prompts * args.group_size * args.max_new_tokens
-    step = tokens * (2 + 3 * args.epochs) / tokens_per_s  # sample, log-probs; update: 1 + 2
+    # Passes: sample 1, log-probs 1; an epoch 1 forward, and backward, which takes as long as 2.
+    step = tokens * (2 + 3 * args.epochs) / tokens_per_s
     if args.steps * step + (1 + args.steps / args.eval_every) * evaluation > 24 * 3600:
         warn(f"at {tokens_per_s:.0f} tokens/s an evaluation may take at least "
              f"{evaluation / 60:.0f} minutes and a step {step / 60:.0f}: lower --max_new_tokens, "
@@ -833,11 +839,12 @@ def load_problems(args, tokenizer, reward):
         warn(f"--dataset {args.dataset} has changed since the run began")
     args.problems_hash = now
     count = min(args.eval_problems, len(held_out))
-    return train, random.Random(0).sample(held_out, count)
+    return train, random.Random(0).sample(held_out, count)  # the same with every --seed
 
 def is_held_out(row, args):
     """Tell whether a row is in the held-out fifth.
-    Its question alone decides: every run splits alike, and one asked twice is on one side."""
+    Its question alone decides: every run splits alike, and a question that occurs twice is on one
+    side."""
     question = str(row.get(args.question_column))
     return random.Random(question).random() < 0.2
 
@@ -845,7 +852,7 @@ def read_splits(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(source)
-    if not path.exists() and "/" not in source:  # datasets would take plain "csv" for a reader
+    if not path.exists() and "/" not in source:  # datasets would read "csv" as its csv loader
         fail(f"--dataset {source}: no such file or directory; a hub name is owner/name")
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
@@ -858,7 +865,7 @@ def read_splits(source):
             splits = datasets.load_dataset(reader, data_files=glob.escape(source))
         else:
             if path.is_dir():
-                source = os.path.abspath(source)
+                source = os.path.abspath(source)  # a/b would be a hub name, too
                 if glob.has_magic(source):
                     raise ValueError("datasets reads [, * and ? in its name as a pattern")
             configs = datasets.get_dataset_config_names(source)
@@ -991,7 +998,7 @@ def rewards_of(reward, problems, rollout):
     problem_of_row = [problem for problem in problems for _ in range(group_size)]
     rewards = reward(problem_of_row, texts)
     with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
-        if isinstance(rewards, dict):  # its keys may be numbers, too
+        if isinstance(rewards, dict):  # its keys, perhaps numbers, would be taken
             raise TypeError("it returned a dict")
         rewards = torch.tensor([float(r) for r, _ in zip(rewards, texts, strict=True)])
     for r, text in zip(rewards.tolist(), texts):
@@ -1008,8 +1015,9 @@ SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
 # \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator, a whole number
 FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
-# A unit has two letters or more: in 5 m the m may be a variable.
-NO_UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))"  # 5 million is not 5
+# What follows a number and has two letters or more is a unit (in 5 m the m may be a variable), but
+# not with one of these words: 5 million is not 5.
+UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))[a-z]{2}[A-Za-z /]*"
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
     (r"\\(?=[][(){}%$0-9 ])|[$°]|\^\{?\\circ\}?", ""),  # \$5^\circ -> 5
@@ -1017,10 +1025,10 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"(?<=\\)[dtc](?=frac)|(?<=\\[lg]e)q(?:slant)?", ""),  # \dfrac12\leq x -> \frac12\le x
     (r"\\(?:text[a-z]*|mbox|math[a-z]*) ?\{([^{}]*)\}", r" \1 "),  # 5\text{cm}^2 -> 5 cm ^2
     (r"(?<![A-Za-z\\])(sqrt|pi|infty)(?![a-z])", r"\\\1"),  # 2sqrt(3) -> 2\sqrt(3)
-    (rf"(?<=[0-9)}}]) +{NO_UNIT}[a-z]{{2}}[A-Za-z /]*(?:\^[23])?[. ]*$", ""),  # 5 cm ^2 -> 5
+    (rf"(?<=[0-9)}}]) +{UNIT}(?:\^[23])?[. ]*$", ""),  # 5 cm ^2 -> 5
     (r"(\\sqrt|[\^_]) ?(?:\{([^{}]*)\}|(-?[0-9]+|[A-Za-z]))", r"\1(\2\3)"),  # x^2 -> x^(2)
     (FRACTION, r" \3\1\2/\4\5 "),  # 5\frac{3}8x -> 5 3/8 x
-    (r"(?:\*|\\cdot\b|\\times\b)(?! *[0-9*])", ""),  # 5\cdot\pi -> 5\pi
+    (r"(?:\*|\\cdot\b|\\times\b)(?! *[0-9*])", ""),  # 2*3\cdot\pi -> 2*3\pi
     (r"(?<![0-9]) +| +(?![0-9])|\.$", ""),  # x = 4 2. -> x=4 2
     (r"^[^-+*/^=<>!0-9\\][^-+*/^=<>!\\]*(?:=|\\in\b)(?!.*=)", ""),  # f(3)=8 -> 8
     (r"^[0-9.]+[-+*/][-+*/0-9.]*=(?!.*=)", ""),  # 3+5=8 -> 8
@@ -1034,7 +1042,8 @@ TERM = (r"([-+]*(?=.))"  # signs, if something follows
         rf"(?:({NUMBER})(?![0-9.^_!:]))?"  # a number, but not that of 2^3, 3! or 1:2
         r"(.*?)"  # the rest
         r"(?:(?<=[^-+])/([1-9][0-9]*))?")  # a divisor, but not of a sign alone
-# canonical writes a sorted bracket in these twins: GROUP, TERMS and split then pass over it.
+# Once a bracket is sorted, canonical writes its signs as these wide look-alikes, so that GROUP,
+# TERMS and split, which look for the plain ones, pass over it. () and {} become the same.
 DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")
 
 def extract_answer(text):
@@ -1069,8 +1078,9 @@ def term(text):
     return f"{value} {rest}".strip()
 
 def canonical(text):
-    """Sort sums, and lists in {}, from the innermost brackets out: '(x+2,3)' -> '2＋x，3'."""
-    text = "{" + text + "}"  # a list without brackets is a set
+    """Rewrite terms, sort sums and sets, innermost brackets first: '(x+2,6/4)' -> '2＋x，3/2'.
+    {1,2} is {2,1}, and so is 1,2; but (1,2) is not (2,1)."""
+    text = "{" + text + "}"  # so that what stands in no bracket is sorted too, as a set
     while match := GROUP.search(text):
         opening, inside, closing = match.groups()
         items = []
@@ -1085,9 +1095,10 @@ def canonical(text):
 
 @lru_cache(4096)
 def forms(text):
-    """Return the canonical forms of an answer, each with the number of its reading: 20% may be
-    20 or 1/5, 1,234 a list or a number. Two answers are equal if they agree in the same reading:
-    else 20% would be 1/5%."""
+    """Return the canonical forms of an answer, each with the number of its reading.
+    There are four readings: % is left out or is /100 (20% is 20 or 1/5), and 1,234 is a list or a
+    number. Two answers are equal if they agree in the same reading: across readings 20%, read as
+    1/5, would equal 1/5% without its %."""
     text = (text or "").translate(str.maketrans(SYMBOLS))
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
@@ -1095,7 +1106,7 @@ def forms(text):
     readings = [reading.replace("%", percent) for reading in (text, re.sub(THOUSANDS, "", text))
                 for percent in ("", "/100")]
     return {(i, canonical(reading)) for i, reading in enumerate(readings)
-            if re.search(r"\w", reading)}
+            if re.search(r"\w", reading)}  # an answer without a letter or digit equals none
 
 def math_reward(completion, answer):
     r"""Return 1.0 if the completion's marked answer has a form of the gold answer, else 0.0.
@@ -1105,11 +1116,12 @@ def math_reward(completion, answer):
     given = extract_answer(completion)
     # Without a mark the whole gold answer counts.
     gold = extract_answer(answer) or extract_answer(f"<answer>{answer}</answer>")
-    return float(answer is not None and not forms(given).isdisjoint(forms(gold)))  # None: no text
+    # None is refused, as the text above would make "None" of it.
+    return float(answer is not None and not forms(given).isdisjoint(forms(gold)))
 
 def readable(answer):
     """Tell whether a gold answer, given as the completion, gets 1.0."""
-    return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer)
+    return math_reward(f"<answer>{extract_answer(answer) or answer}</answer>", answer) == 1
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -1166,7 +1178,7 @@ def add_args(parser):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
         help="any that torch knows; cpu and cuda are tested")
     add("--dtype", choices=["float32", "bfloat16", "float16"],
-        help="of weights and activations, else bfloat16 on a GPU; masters are float32")
+        help="of weights and activations; else bfloat16 on a GPU, float32 on a CPU")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=count, default=dict(toy=20, real=200), help="rollouts in the run")
     add("--seed", type=count_or_zero, default=0, help="of the samples and of the problems' order")
@@ -1191,9 +1203,10 @@ def parse(parser, argv):
             for name in ("script", "model", "dataset", "reward_model"):
                 if getattr(args, name) != saved[name]:
                     fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
-    for name in ("kl", "ref_every"):  # ppo.py has neither: then both sides are None
-        if getattr(args, "beta", 1) == 0 and getattr(args, name, None) != parser.get_default(name):
-            warn(f"--{name} does nothing with --beta 0")
+    if getattr(args, "beta", None) == 0:
+        for name in ("kl", "ref_every"):  # ppo.py has neither: then both are None
+            if getattr(args, name, None) != parser.get_default(name):
+                warn(f"--{name} does nothing with --beta 0")
     with or_fail(f"--device {args.device}: torch {torch.__version__} sees no such device"):
         torch.empty(0, device=args.device)
     if args.minibatches > args.prompts:
@@ -1281,6 +1294,7 @@ def save_checkpoint(args, step, tokenizer, optimizers, reference):
         states["reference"] = reference.state_dict()
     with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
         for name, optimizer in optimizers.items():
+            # The policy goes into step-N itself, so that --model can name it.
             folder = unfinished if name == "policy" else unfinished / name
             optimizer.model.save_pretrained(folder)
         tokenizer.save_pretrained(unfinished)
@@ -1329,7 +1343,7 @@ class StopSignal:
         print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
 
 class Logger:
-    """What a run leaves and shows: metrics.jsonl, args.json, TensorBoard, a bar and lines."""
+    """Writes metrics.jsonl, args.json and TensorBoard's files; shows a bar and prints lines."""
     STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
             "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}",
             "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}

@@ -197,8 +197,10 @@ def test_a_resumed_run_with_one_checkpoint_on_a_small_disk_goes_on_as_asked(monk
 
 def test_a_model_too_large_for_the_gpu_is_refused_with_what_helps(monkeypatch, capsys):
     """Of 100 million parameters 18 bytes are held for each, with a reference 20; offloaded 6 and 8."""
-    for flags, gb in (("--beta 0", 1.8), ("--beta 0.1", 2.0), ("--beta 0.1 --offload_optimizer", 0.8)):
-        args = grpo.parse_args(f"{TINY} --device cpu --out . {flags}".split())
+    for dtype, flags, gb in (
+            ("bfloat16", "0", 1.8), ("bfloat16", "0.1", 2.0), ("bfloat16", "0.1 --offload_optimizer", 0.8),
+            ("float32", "0", 1.6), ("float32", "0.1", 2.0), ("float32", "0.1 --offload_optimizer", 1.2)):
+        args = grpo.parse_args(f"{TINY} --device cpu --out . --dtype {dtype} --beta {flags}".split())
         policy, _ = common.load_policy(args)
         monkeypatch.setattr(policy, "num_parameters", lambda: 10 ** 8)
         args.device = "cuda"
