@@ -11,7 +11,8 @@ V vocabulary, H width of a hidden state, D of a head. Of a part: n <= N, s <= S,
 
 A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
-    attention  (N, L)  1 on prompt and completion, 0 on padding; its id, 0, may be a token's, too
+    attention  (N, L)  1 on prompt and completion, 0 on padding (padding has id 0, but a token may
+                       have it, too)
     mask       (N, T)  float32; column t is token t of the completion, not of the row: 1 up to its
                        stop token or, if it has none, its last token, then 0
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
@@ -76,13 +77,12 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def body_of(model):
-    """Return the part of a model that makes hidden states.
-    A model without such a part is its own base_model, as is the critic (load_value): no head."""
-    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4 does not say what its is
+    """Return a model without its output layer. A critic (load_value) has none: it is returned."""
+    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: transformers is wrong
         return model.model
     return model.base_model
 
-CHUNK = 2 ** 25  # logits in a chunk, C*V: .13 GB in float32
+CHUNK = 2 ** 26  # logits in a chunk, C*V: .27 GB in float32
 
 def chunked_logprobs(hidden, target, head, temperature):
     """Compute logprobs C tokens at a time, (M, H) and (M,) -> (M,).
@@ -106,12 +106,13 @@ class Head(NamedTuple):
 
 def output_head(model):
     """Read a model's Head from its last layer and its config; check_model tests what is read."""
-    layer, config = model.get_output_embeddings(), model.config.get_text_config()
+    layer = model.get_output_embeddings()
+    config = model.config.get_text_config()  # the config itself, unless the model reads images, too
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite, MiniCPM
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     weight = layer.weight
-    if not weight.is_cuda:  # a CPU has no product of 16-bit numbers in float32
+    if not weight.is_cuda:  # a CPU has no float32 product of 16-bit numbers: convert them once
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # float64 stays
     return Head(weight, layer.bias, factor, cap)
 
@@ -142,10 +143,10 @@ class Float32Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Map (C, V) to (C, H) and (V, H), in 16 bits; .grad sums them in float32: Optimizer."""
+        """Map (C, V) to (C, H), and to (V, H) in float32, as chunks are summed: see Optimizer."""
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
-        return grad @ weight, grad.T @ hidden
+        return grad @ weight, torch.mm(grad.T, hidden, out_dtype=torch.float32)
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
@@ -167,6 +168,7 @@ def micro_batches(batch, tokens, doing="update"):
     completion_lengths = batch["mask"].sum(1).long()[order].tolist()
     cuts = [0]
     for end in range(1, len(lengths)):
+        # The open micro-batch has rows cuts[-1] ... end - 1. The first is the longest.
         longest, rows = lengths[cuts[-1]], end - cuts[-1]
         is_full = (rows + 1) * longest > tokens
         is_shorter = lengths[end] < 0.85 * longest and rows * longest > tokens / 16
@@ -235,7 +237,8 @@ class Optimizer:
         (loss * self.loss_scale).backward()
 
     def step(self, prefix=""):
-        """Take one step, unless the gradient is not finite, and clear it. Returns statistics."""
+        """Take one step, unless the gradient is not finite, and clear it.
+        Returns statistics, whose names begin with `prefix`."""
         weights, masters = self.weights.values(), self.masters.values()
         if self.loss_scale != 1:
             for weight in weights:
@@ -265,7 +268,7 @@ class Optimizer:
         return {prefix + name: value for name, value in stats.items()}
 
     def state_dict(self):
-        """Return all that a resumed run needs; the weights are the masters, rounded."""
+        """Return all that a resumed run needs. Not the weights: they are the masters, rounded."""
         return {"masters": self.masters, "adamw": self.adamw.state_dict(),
                 "steps_taken": self.steps_taken, "loss_scale": self.loss_scale,
                 "good_steps": self.good_steps}
@@ -359,8 +362,8 @@ class KVCache:
 
 class Sampler:
     """Rows of completions that are being written, and the cache of what the model has read.
-    next_token changes tensors in place and never their shapes, so that a CUDA graph can replay it;
-    between tokens run may drop finished rows, which changes shapes."""
+    next_token() changes tensors in place and never their shapes, so that a CUDA graph can replay
+    it. Between tokens run() drops finished rows, which changes shapes."""
     def __init__(self, model, rows, group_size, max_new_tokens, temperature, stop):
         device = model.device
         self.model, self.group_size, self.temperature = model, group_size, temperature
@@ -385,12 +388,12 @@ class Sampler:
         self.append(self.read_prompts())
         for t in progress(range(1, self.max_new_tokens), "sampling", "token"):
             if t % 4 == 0:  # not at every token: reading a value waits for the GPU
-                running = self.running[self.active].nonzero().squeeze(1)  # (m,) places in `active`
-                if len(running) == 0:
+                keep = self.running[self.active].nonzero().squeeze(1)  # places in self.active
+                if len(keep) == 0:
                     break
-                if len(running) < len(self.active) / 2:  # sooner would record too many graphs
-                    self.active = self.active[running]
-                    self.cache.take(running)
+                if len(keep) < len(self.active) / 2:  # sooner would record too many graphs
+                    self.active = self.active[keep]
+                    self.cache.take(keep)
             self.width = round_up(self.S + t, self.width_step)
             if graph:
                 graph.run(shape=(len(self.active), self.width))
@@ -404,7 +407,7 @@ class Sampler:
         return [row[start:end] for row, start, end in zip(self.ids.tolist(), starts, ends)]
 
     def next_token(self):
-        """Write one token of every running row."""
+        """Write one token of every active row."""
         self.append(self.read_last())
 
     def read_prompts(self):
@@ -421,7 +424,7 @@ class Sampler:
     def read_last(self):
         """Read the last token of each active row; returns the logits of the next ones, (n, V)."""
         position = self.position[self.active]  # (n,)
-        return self.read(self.ids[self.active, position][:, None], position[:, None], 0)
+        return self.read(self.ids[self.active, position][:, None], position[:, None], last=0)
 
     def read(self, ids, positions, last):
         """Read ids (n, s) at `positions` (n, s); returns the logits after column `last`, (n, V)."""
@@ -434,7 +437,7 @@ class Sampler:
         return head_logits(hidden[row, last], self.head)
 
     def append(self, logits):
-        """Draw a token for each active row from softmax(logits / temperature), (n, V).
+        """Draw a token for each active row from softmax(logits / temperature), (n, V); write it.
         A finished row writes on after its end until it is dropped."""
         token = draw(logits, self.temperature)  # (n,)
         self.position[self.active] += 1
@@ -444,7 +447,7 @@ class Sampler:
 class Graph:
     """A step of sampling as a CUDA graph, recorded anew when the shape of its tensors changes."""
     def __init__(self, step):
-        self.step, self.shape = step, None
+        self.step, self.graph, self.shape = step, None, None
 
     def run(self, shape):
         """Do the step: replay its graph, or where `shape` is new, do it once and then record it."""
@@ -482,9 +485,9 @@ def attention_masks(model, positions, width):
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     # The first column that a token sees, by the kind of layer; the last is its own.
-    first = {"full_attention": 0,
-             "sliding_attention": query - window + 1 if window else 0,
-             "chunked_attention": query // chunk * chunk if chunk else 0}
+    first = {"full_attention": 0, "sliding_attention": query - window + 1 if window else 0}
+    if chunk:
+        first["chunked_attention"] = query // chunk * chunk
     # Without layer_types all layers are of one kind.
     only_kind = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [only_kind])
@@ -511,7 +514,7 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
 
     def float32_logits(layer, inputs, output):
-        """Replace the layer's 16-bit logits, at each token, by float32 ones; move the bar."""
+        """Replace the layer's 16-bit logits by float32 ones; move the bar of the block below."""
         bar.update()
         return head_logits(inputs[0][:, -1], head)[:, None]
     hook = model.get_output_embeddings().register_forward_hook(float32_logits)
@@ -577,11 +580,12 @@ def explained_variance(returns, values, mask):
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped):
     """Measure how far rounding alone moves the ratio, on 32 rows of the first rollout.
-    Their log-probs are computed again, one row at a time, and in float32 if the policy has 16 bits:
-    what differs is the rounding error of one pass. The ratio divides the results of two passes, so
-    that its log has sqrt 2 times that deviation. Returns it for a token and for the mean over a
-    completion. Warns if --eps_low or --eps_high is less than twice that of `clipped`, "token" or
-    "sequence"."""
+    Once a step has moved the weights, pi and pi_old round differently, even where the step is too
+    small to count. So log-probs are computed again, one row at a time, and in float32 if the policy
+    has 16 bits: what differs is the rounding error of one pass. The ratio divides the results of
+    two passes, so that its log has sqrt 2 times that deviation. Returns it for a token and for the
+    mean over a completion. Warns if --eps_low or --eps_high is less than twice that of `clipped`,
+    "token" or "sequence"."""
     some = select(rollout, slice(32))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
@@ -615,11 +619,9 @@ def evaluate(policy, tokenizer, problems, reward, args):
         "eval_sampled_accuracy": right.float().mean().item(),
         "eval_reward": sampled.mean().item(),
         "eval_completion_length": length}
-    k = 2
-    while k <= n:
+    for k in [2 ** i for i in range(1, n.bit_length())]:  # 2, 4, 8 ... up to n
         misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
-        k *= 2
     return result
 
 def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
@@ -663,7 +665,7 @@ def load_model(kind, flag, args):
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(holder, name, 0.0)
-    # Without dropout train() changes nothing but this: gradient checkpointing asks for it.
+    # Gradient checkpointing works in train mode only, which changes nothing else without dropout.
     return model.to(args.device).train(), tokenizer
 
 def load_policy(args):
@@ -720,7 +722,7 @@ def check_memory(args, size, trained_models):
     weight = 4 if args.dtype == "float32" else 2  # bytes
     held = weight + 4  # and its gradient
     if not args.offload_optimizer:
-        held += 8 if args.dtype == "float32" else 12  # moments 8, master 4: here the weight itself
+        held += 8 if args.dtype == "float32" else 12  # moments 8; master 4, or the weight itself
     held *= size * trained_models
     if getattr(args, "beta", 0) > 0:  # a script of your own may have none
         held += size * weight  # the reference
@@ -738,10 +740,10 @@ def check_memory(args, size, trained_models):
 def check_model(model, args):
     """Stop if what we compute with a model is not what the model itself would compute.
     Families scale, bias or cap their logits, are random in training, or keep a memory of their
-    own. Three random prompts are read, one as long as a run allows. The pass in training mode is
-    also timed, for say_how_long."""
+    own. Three random prompts are read; the longest, with T tokens, is as long as a run allows. The
+    pass in training mode is also timed, for say_how_long."""
     T = 4
-    longest = max(8, args.max_prompt_tokens + args.max_new_tokens)
+    longest = max(8, args.max_prompt_tokens + args.max_new_tokens)  # 8: a prompt before T tokens
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
     prompts = [rng.choices(vocabulary, k=k) for k in (longest - T, longest // 2, 3)]
     close = 1e-4 if model.dtype == torch.float32 else 0.01
@@ -751,9 +753,10 @@ def check_model(model, args):
     ids = torch.tensor(prompts[:1], device=model.device)  # (1, L)
     own = model.eval()(ids, use_cache=False).logits[0, -T:]  # (T, V)
     states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]  # (L, H)
+    states.sum().item()  # waits until the GPU has finished
     start = time.perf_counter()
     in_training = body_of(model.train())(input_ids=ids, use_cache=False).last_hidden_state[0]
-    in_training.sum().item()  # waits until the GPU has finished
+    in_training.sum().item()
     say_how_long(args, ids.numel() / (time.perf_counter() - start))
     model.eval()
     model.sampled_by_transformers = False
@@ -821,7 +824,7 @@ def load_problems(args, tokenizer, reward):
     """Load the training and the held-out problems.
     A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
     splits = read_splits(args.dataset)
-    if list(splits) == [args.split] and args.eval_split == "test":  # no --eval_split given
+    if list(splits) == [args.split] and args.eval_split == "test":  # that is the default
         rows = splits[args.split]
         train = [row for row in rows if not is_held_out(row, args)]
         held_out = [row for row in rows if is_held_out(row, args)]
@@ -949,11 +952,12 @@ def prompt_ids(chat, tokenizer, args):
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
-    All problems are shuffled, used up, shuffled anew, and so on: which come now is a function of
-    --seed and the step, so that there is no state to save."""
-    n, first = len(problems), (step - 1) * args.prompts
+    All problems are shuffled, used up, shuffled anew, and so on. --seed and the step alone say
+    which come now, so that there is no state to save."""
+    n, first = len(problems), (step - 1) * args.prompts  # earlier steps have used `first`
+    last = first + args.prompts - 1
     shuffled = []  # the epochs that this step draws from, nearly always one
-    for epoch in range(first // n, (first + args.prompts - 1) // n + 1):
+    for epoch in range(first // n, last // n + 1):
         shuffled += random.Random(f"{args.seed} {epoch}").sample(problems, n)
     return shuffled[first % n:][:args.prompts]
 
@@ -990,8 +994,8 @@ def answer_reward(problems, completions):
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
-    """Call the reward function on a rollout: (N,) float32. The G completions of a problem stand
-    side by side."""
+    """Call the reward function on a rollout: (N,) float32. The G completions of a problem
+    are rows one after another."""
     texts = rollout["texts"]
     name = getattr(reward, "__name__", reward)
     group_size = len(texts) // len(problems)
@@ -1007,14 +1011,15 @@ def rewards_of(reward, problems, rollout):
     return rewards.to(rollout["ids"].device)
 
 # ---- Grading ----
-# An answer gets one spelling, then a canonical form, and two are equal if their forms are: nothing
-# is evaluated. It may be a number, fraction, mixed number or percentage, a sum of terms with one
-# number in front of each, a tuple, interval or set of these, an equation x = ..., or a text.
+# An answer gets one spelling, then a canonical form for each way to read it, and two are equal if
+# they share one: nothing is evaluated. It may be a number, fraction, mixed number or percentage, a
+# sum of terms with one number in each, a tuple, interval or set of these, an equation x = ..., or a
+# text.
 LONGEST = 600  # characters; longer answers are not read
 SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞": r"\infty",
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
-# \1 or \2: the numerator, \3: the sign below, \4 or \5: the denominator, a whole number
-FRACTION = r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?(?:\{(-?)([1-9][0-9]*)\}|([1-9]))"
+FRACTION = (r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?"  # the numerator: \1 in braces, or \2
+            r"(?:\{(-?)([1-9][0-9]*)\}|([1-9]))")  # the denominator: sign \3 and number \4, or \5
 # What follows a number and has two letters or more is a unit (in 5 m the m may be a variable), but
 # not with one of these words: 5 million is not 5.
 UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))[a-z]{2}[A-Za-z /]*"
@@ -1042,8 +1047,8 @@ TERM = (r"([-+]*(?=.))"  # signs, if something follows
         rf"(?:({NUMBER})(?![0-9.^_!:]))?"  # a number, but not that of 2^3, 3! or 1:2
         r"(.*?)"  # the rest
         r"(?:(?<=[^-+])/([1-9][0-9]*))?")  # a divisor, but not of a sign alone
-# Once a bracket is sorted, canonical writes its signs as these wide look-alikes, so that GROUP,
-# TERMS and split, which look for the plain ones, pass over it. () and {} become the same.
+# canonical works from the innermost bracket out. One that is done gets these wide look-alikes, so
+# that GROUP, TERMS and split(",") no longer see its signs. () and {} become the same.
 DONE = str.maketrans("()[]{}+-,", "（）［］（）＋－，")
 
 def extract_answer(text):
@@ -1083,22 +1088,20 @@ def canonical(text):
     text = "{" + text + "}"  # so that what stands in no bracket is sorted too, as a set
     while match := GROUP.search(text):
         opening, inside, closing = match.groups()
-        items = []
-        for item in inside.split(","):
-            if item:
-                items.append("+".join(sorted(map(term, TERMS.findall(item)))))
+        items = ["+".join(sorted(map(term, TERMS.findall(item))))
+                 for item in inside.split(",") if item]
         if opening == "{":  # a set has no order; DONE makes { and ( alike, so ; marks a set
-            items.sort()
-        done = opening + (";" if opening == "{" else ",").join(items) + closing
-        text = text.replace(match[0], done.translate(DONE))
+            inside = ";".join(sorted(items))
+        else:
+            inside = ",".join(items)
+        text = text.replace(match[0], (opening + inside + closing).translate(DONE))
     return text.strip("（）")  # (9) is 9
 
 @lru_cache(4096)
 def forms(text):
     """Return the canonical forms of an answer, each with the number of its reading.
-    There are four readings: % is left out or is /100 (20% is 20 or 1/5), and 1,234 is a list or a
-    number. Two answers are equal if they agree in the same reading: across readings 20%, read as
-    1/5, would equal 1/5% without its %."""
+    There are four: 1,234 is a list or a number, % is left out or is /100. Two answers are equal if
+    they agree in the same reading; else 20%, as 20/100, would equal 1/5% with its % left out."""
     text = (text or "").translate(str.maketrans(SYMBOLS))
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
@@ -1192,17 +1195,19 @@ def add_args(parser):
 
 def parse(parser, argv):
     """Parse `argv`. A run to resume brings its own flags; those given again replace them."""
-    args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
-    if args.resume and args.out is None:
-        fail("--resume: give --out, the run to continue")
+    args = parser.parse_args(argv)
     if args.resume:
+        if args.out is None:
+            fail("--resume: give --out, the run to continue")
         with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
             parser.set_defaults(**saved)
-            args = parser.parse_args(argv, argparse.Namespace(script=parser.prog))
+            args = parser.parse_args(argv)
+            now = vars(args) | {"script": parser.prog}
             for name in ("script", "model", "dataset", "reward_model"):
-                if getattr(args, name) != saved[name]:
+                if now[name] != saved[name]:
                     fail(f"--resume: the run in {args.out} has {name} {saved[name]}")
+    args.script = parser.prog
     if getattr(args, "beta", None) == 0:
         for name in ("kl", "ref_every"):  # ppo.py has neither: then both are None
             if getattr(args, name, None) != parser.get_default(name):
@@ -1225,7 +1230,8 @@ def warn(message):
 
 @contextlib.contextmanager
 def or_fail(message):
-    """Turn any error inside into one line: libraries raise what they like, at any length."""
+    """Turn any error inside into one line: libraries raise what they like, at any length.
+    fail() inside says its own line: SystemExit is no Exception."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -1280,7 +1286,7 @@ def claim(args):
     return lock
 
 def saved_steps(args):
-    """List the steps whose checkpoints are in --out, in order. step-best and the like are yours."""
+    """List the steps whose checkpoints are in --out, in order; step-best is the user's own."""
     names = [path.name.removeprefix("step-") for path in Path(args.out).glob("step-[1-9]*/")]
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -1303,7 +1309,8 @@ def save_checkpoint(args, step, tokenizer, optimizers, reference):
         os.sync()  # on the disk before the old one goes, as power may fail
         unfinished.rename(final)
     for old in saved_steps(args):
-        if old < step:  # a kill while files go leaves no half of a checkpoint
+        if old < step:
+            # Renamed first: a kill while its files go leaves no half of a checkpoint.
             Path(args.out, f"step-{old}").rename(unfinished)
             shutil.rmtree(unfinished)
 
@@ -1336,11 +1343,15 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self.receive)
 
     def receive(self, number, frame):
-        """Note the signal; Python calls this between two instructions."""
+        """Note the signal."""
         self.status = 128 + number
+        self.reset()
+        print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
+
+    def reset(self):
+        """Let signals do what they do by default."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        print("\nsaving after this step; a second signal leaves at once", file=sys.stderr)
 
 class Logger:
     """Writes metrics.jsonl, args.json and TensorBoard's files; shows a bar and prints lines."""
@@ -1411,6 +1422,7 @@ class Logger:
 
     def close(self, stop):
         """Print the results and where they are; after a signal exit with its status."""
+        stop.reset()
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_accuracy" in stats:

@@ -162,7 +162,7 @@ def main(args):
         logger.log(step, stats, batch[0], rollout)
         if stop.status or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, optimizers, reference)
-            if stop.status:  # Ctrl-C or SIGTERM, even while saving
+            if stop.status:  # after Ctrl-C or SIGTERM
                 break
     logger.close(stop)  # after a signal it exits
 

@@ -46,6 +46,7 @@ FAULTS = {"ppo grpo gspo": [
     ("clip_frac\": (is_clipped.sum(), mask.sum())", "clip_frac\": (is_clipped.sum(), mask.numel())",
      "ppo grpo gspo: float_loop"),
 ], "ppo grpo": [
+    ("            if stop.status:", "            if stop.status and step % args.save_every:", "resume: its_status"),
     ("args.seed * 1_000_003 + step", "step", "cli: seed_reaches"),
     ("args.seed * 1_000_003 + step", "args.seed + step", "cli: share_their_noise"),
     ("for step in range(start + 1, args.steps + 1):", "for step in range(max(1, start), args.steps + 1):",
@@ -100,7 +101,7 @@ FAULTS = {"ppo grpo gspo": [
     ("hidden[row, position - 1]", "hidden[row, position]", "logprobs: log_softmax and qwen2"),
     ("    if temperature != 1:\n", "    if False:\n", "logprobs: log_softmax and qwen2"),
     ("    if temperature != 1:\n", "    if temperature < 1:\n", "logprobs: log_softmax and qwen2"),
-    ("out_dtype=torch.float32)", "out_dtype=hidden.dtype).float()", "logprobs: bit_product"),
+    ("weight.T, out_dtype=torch.float32)", "weight.T, out_dtype=hidden.dtype)", "logprobs: bit_product"),
     ("logits = hidden.to(head.weight.dtype) @ head.weight.T",
      "logits = (hidden @ head.weight.T.to(hidden.dtype)).to(head.weight.dtype)", "logprobs: chunks"),
     ("CHUNK // len(head.weight)", "10 ** 9", "logprobs: memory"),
@@ -142,7 +143,7 @@ FAULTS = {"ppo grpo gspo": [
      "sampling: one_cache"),
     ("return head_logits(hidden[row, last], self.head)",
      "return head_logits(hidden[row, last], self.head).to(hidden.dtype).float()", "sampling: unrounded"),
-    ("if len(running) == 0:", "if len(running) <= 5:", "sampling: large_rollout"),
+    ("if len(keep) == 0:", "if len(keep) <= 5:", "sampling: large_rollout"),
     ("enumerate(completion, 1) if token", "enumerate(completion) if token", "sampling: first_stop"),  # no EOS
     ("[torch.ones_like(row) for row in rows]", "[(row > 1).long() for row in rows]", "sampling: first_stop"),
     ("completion[:ends[0]] if", "completion[:ends[-1]] if", "sampling: first_stop"),  # tokens after EOS

@@ -170,14 +170,14 @@ def interrupt(patch, number, module, name, call, times=1):
 
 @every_main
 @pytest.mark.parametrize("where, number, status", [
-    ("collect", signal.SIGINT, 130), ("update", signal.SIGINT, 130), ("update", signal.SIGTERM, 143)])
+    ("collect", signal.SIGINT, 130), ("update", signal.SIGTERM, 143), ("sync", signal.SIGTERM, 143)])
 def test_a_signal_finishes_and_saves_the_step_and_leaves_with_its_status(
         script, where, number, status, spread, monkeypatch, capsys):
-    """Ctrl-C, or SIGTERM, which Slurm and Kubernetes send before they kill: steps were lost."""
+    """Ctrl-C, or SIGTERM, which Slurm and Kubernetes send before they kill: in step 2, or while it is saved."""
     train(script, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        interrupt(patch, number, script, where, 2)
-        train(script, f"{STEADY} --steps 3", out="part")
+        interrupt(patch, number, *((os, "sync", 1) if where == "sync" else (script, where, 2)))
+        train(script, f"{STEADY} --steps 3 --save_every {2 if where == 'sync' else 100}", out="part")
     assert left.value.code == status and newest("part").name == "step-2" and len(rows("part")) == 3
     assert "--out part --resume" in capsys.readouterr().out
     resume(script, "part")
