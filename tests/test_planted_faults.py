@@ -46,7 +46,7 @@ FAULTS = {"ppo grpo gspo": [
     ("clip_frac\": (is_clipped.sum(), mask.sum())", "clip_frac\": (is_clipped.sum(), mask.numel())",
      "ppo grpo gspo: float_loop"),
 ], "ppo grpo": [
-    ("            if stop.status:", "            if stop.status and step % args.save_every:", "resume: its_status"),
+    ("        if stop.status:", "        if stop.status and step % args.save_every:", "resume: its_status"),
     ("args.seed * 1_000_003 + step", "step", "cli: seed_reaches"),
     ("args.seed * 1_000_003 + step", "args.seed + step", "cli: share_their_noise"),
     ("for step in range(start + 1, args.steps + 1):", "for step in range(max(1, start), args.steps + 1):",

@@ -173,7 +173,7 @@ def interrupt(patch, number, module, name, call, times=1):
     ("collect", signal.SIGINT, 130), ("update", signal.SIGTERM, 143), ("sync", signal.SIGTERM, 143)])
 def test_a_signal_finishes_and_saves_the_step_and_leaves_with_its_status(
         script, where, number, status, spread, monkeypatch, capsys):
-    """Ctrl-C, or SIGTERM, which Slurm and Kubernetes send before they kill: in step 2, or while it is saved."""
+    """Ctrl-C, or SIGTERM, which Slurm and Kubernetes send before they kill: in step 2, or as it is saved."""
     train(script, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
         interrupt(patch, number, *((os, "sync", 1) if where == "sync" else (script, where, 2)))
