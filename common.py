@@ -13,8 +13,8 @@ A rollout is a dict with one row per completion:
     ids        (N, L)  prompt, then completion, padded on the right
     attention  (N, L)  1 on prompt and completion, 0 on padding (padding has id 0, but a token may
                        have it, too)
-    mask       (N, T)  float32; column t is token t of the completion, not of the row: 1 up to its
-                       stop token or, if it has none, its last token, then 0
+    mask       (N, T)  float32; column t is token t of the completion, not of the row: 1 on its
+                       tokens, the stop token too, 0 after them
     row        (N,)    0 ... N-1; parts of a rollout keep the numbers of their rows
     finished   (N,)    True where a stop token ended the completion
     texts      N completions
@@ -78,7 +78,8 @@ def completion_states(model, batch):
 
 def body_of(model):
     """Return a model without its output layer. A critic (load_value) has none: it is returned."""
-    if model.base_model is model and hasattr(model, "lm_head"):  # Llama 4: transformers is wrong
+    # Llama 4 has a wrong base_model_prefix, so that its base_model is the whole model.
+    if model.base_model is model and hasattr(model, "lm_head"):
         return model.model
     return model.base_model
 
@@ -143,7 +144,8 @@ class Float32Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Map (C, V) to (C, H), and to (V, H) in float32, as chunks are summed: see Optimizer."""
+        """Map (C, V) to (C, H) and (V, H). The second is in float32, so that the sum over chunks is
+        not rounded to 16 bits; grad_dtype (in Optimizer) allows that."""
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, torch.mm(grad.T, hidden, out_dtype=torch.float32)
@@ -240,7 +242,7 @@ class Optimizer:
         """Take one step, unless the gradient is not finite, and clear it.
         Returns statistics, whose names begin with `prefix`."""
         weights, masters = self.weights.values(), self.masters.values()
-        if self.loss_scale != 1:
+        if self.float16:
             for weight in weights:
                 if weight.grad is not None:
                     weight.grad /= self.loss_scale
@@ -373,8 +375,8 @@ class Sampler:
         self.S = max(len(row) for row in rows)
         # On a GPU each width of the attention is another graph, so it grows in large steps.
         self.width_step = 256 if device.type == "cuda" else 1
-        self.width = round_up(self.S, self.width_step)
         self.cache = KVCache(round_up(self.S + max_new_tokens, self.width_step))
+        self.cache.width = round_up(self.S, self.width_step)
         padded = [row + [0] * (self.cache.length - len(row)) for row in rows]
         self.ids = torch.tensor(padded, device=device)  # (N, length)
         self.prompt_lengths = torch.tensor([len(row) for row in rows], device=device)  # (N,)
@@ -394,15 +396,15 @@ class Sampler:
                 if len(keep) < len(self.active) / 2:  # sooner would record too many graphs
                     self.active = self.active[keep]
                     self.cache.take(keep)
-            self.width = round_up(self.S + t, self.width_step)
+            self.cache.width = round_up(self.S + t, self.width_step)
             if graph:
-                graph.run(shape=(len(self.active), self.width))
+                graph.run(shape=(len(self.active), self.cache.width))
             else:
                 self.next_token()
         return self.completions()
 
     def completions(self):
-        """Return what is written so far, N lists of ids, some of which go on after their end."""
+        """Return what is written so far, N lists of ids, some of which go on after a stop token."""
         starts, ends = self.prompt_lengths.tolist(), (self.position + 1).tolist()
         return [row[start:end] for row, start, end in zip(self.ids.tolist(), starts, ends)]
 
@@ -429,16 +431,16 @@ class Sampler:
     def read(self, ids, positions, last):
         """Read ids (n, s) at `positions` (n, s); returns the logits after column `last`, (n, V)."""
         row = torch.arange(len(ids), device=ids.device)  # (n,)
-        self.cache.index, self.cache.width = (row[:, None], positions), self.width
+        self.cache.index = (row[:, None], positions)
         hidden = body_of(self.model)(
-            input_ids=ids, attention_mask=attention_masks(self.model, positions, self.width),
+            input_ids=ids, attention_mask=attention_masks(self.model, positions, self.cache.width),
             position_ids=positions, past_key_values=self.cache, use_cache=True,
         ).last_hidden_state  # (n, s, H)
         return head_logits(hidden[row, last], self.head)
 
     def append(self, logits):
         """Draw a token for each active row from softmax(logits / temperature), (n, V); write it.
-        A finished row writes on after its end until it is dropped."""
+        A finished row writes on after its stop token until it is dropped."""
         token = draw(logits, self.temperature)  # (n,)
         self.position[self.active] += 1
         self.ids[self.active, self.position[self.active]] = token
@@ -502,8 +504,8 @@ def attention_masks(model, positions, width):
 def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, logits=False):
     """Sample a completion of each prompt by transformers' own generate, which is slow.
     For models that keep more than keys and values, such as recurrent states. The model's own
-    top_k and the like are left out. Returns the completions, lists of ids that go on after their
-    end, and if asked the logits of each token, T of (N, V)."""
+    top_k and the like are left out. Returns the completions, lists of ids that go on after a
+    stop token, and if asked the logits of each token, T of (N, V)."""
     import transformers
     S = max(len(prompt) for prompt in prompts)
     pad = stop[0] if stop else 0
@@ -580,12 +582,11 @@ def explained_variance(returns, values, mask):
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped):
     """Measure how far rounding alone moves the ratio, on 32 rows of the first rollout.
-    Once a step has moved the weights, pi and pi_old round differently, even where the step is too
-    small to count. So log-probs are computed again, one row at a time, and in float32 if the policy
-    has 16 bits: what differs is the rounding error of one pass. The ratio divides the results of
-    two passes, so that its log has sqrt 2 times that deviation. Returns it for a token and for the
-    mean over a completion. Warns if --eps_low or --eps_high is less than twice that of `clipped`,
-    "token" or "sequence"."""
+    Any change of the weights, however small, makes pi round differently from pi_old. The rounding
+    error of one pass is measured against a better one: one row at a time, and in float32. The log
+    of the ratio is the difference of two passes, so that its deviation is sqrt 2 times that error.
+    Returns this deviation for a token, and for the mean over a completion. Warns if --eps_low or
+    --eps_high is less than twice that of `clipped`, "token" or "sequence"."""
     some = select(rollout, slice(32))
     # The copy takes no more memory than gradients and moments, which are not there yet.
     exact = policy if args.dtype == "float32" else copy.deepcopy(policy).float()
@@ -694,7 +695,7 @@ def resolve_and_check(args, policy, trained_models=1):
     resolve_defaults(args, policy)
     print(f"{size / 1e6:,.2f}M parameters")
     settings = " ".join(f"--{name}={value}" for name, value in vars(args).items()
-                        if name not in ("script", "problems_hash"))  # these two are not flags
+                        if name not in ("script", "problems_hash"))  # which are not flags
     print(textwrap.fill(settings, WIDTH, break_on_hyphens=False))
     check_memory(args, size, trained_models)
     with or_fail(f"--model {args.model}: {type(policy).__name__} cannot be read"):
@@ -730,7 +731,8 @@ def check_memory(args, size, trained_models):
         fail(f"--model {args.model}: {held / 1e9:.0f} GB do not fit the GPU: try "
              "--offload_optimizer, --beta 0")
     saved = size * (weight + 4 + 8) * trained_models  # weight, master, moments
-    # A checkpoint is written beside the one before, which a resumed run has on the disk already.
+    # A new checkpoint is written before the old one goes: room for two, unless the run saves once
+    # only, or is resumed and has the old one on the disk already.
     copies = 1 if args.resume or args.save_every >= args.steps else 2
     if copies * saved > shutil.disk_usage(args.out).free:
         fail(f"--out {args.out}: the disk has no room for {copies} x {saved / 1e9:.1f} GB of "
@@ -783,7 +785,7 @@ def sampling_problem(model, prompts, T, tolerance):
             completions, logits = sample_with_transformers(model, prompts, T, 0.0, [], logits=True)
         else:
             sampler = Sampler(model, prompts, 1, T, temperature=0.0, stop=[])
-            sampler.width = sampler.cache.length  # all of it, so that it need not grow
+            sampler.cache.width = sampler.cache.length  # all of it, so that it need not grow
             logits = []
             for t in range(T):
                 logits.append(sampler.read_last() if t else sampler.read_prompts())
@@ -1004,7 +1006,9 @@ def rewards_of(reward, problems, rollout):
     with or_fail(f"the reward {name} must return {len(texts)} numbers, one per completion"):
         if isinstance(rewards, dict):  # its keys, perhaps numbers, would be taken
             raise TypeError("it returned a dict")
-        rewards = torch.tensor([float(r) for r, _ in zip(rewards, texts, strict=True)])
+        rewards = torch.tensor([float(r) for r in rewards])
+        if len(rewards) != len(texts):
+            raise ValueError(f"it returned {len(rewards)}")
     for r, text in zip(rewards.tolist(), texts):
         if not math.isfinite(r):
             fail(f"the reward {name} returned {r} for the completion {text!r}")
@@ -1021,7 +1025,7 @@ SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞
 FRACTION = (r"\\frac ?(?:\{(-?[^-+{}]*)\}|(\w)) ?"  # the numerator: \1 in braces, or \2
             r"(?:\{(-?)([1-9][0-9]*)\}|([1-9]))")  # the denominator: sign \3 and number \4, or \5
 # What follows a number and has two letters or more is a unit (in 5 m the m may be a variable), but
-# not with one of these words: 5 million is not 5.
+# not if it changes the number (5 million, 2 thirds) or denies it (5 is not right).
 UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))[a-z]{2}[A-Za-z /]*"
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
@@ -1033,7 +1037,8 @@ SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (rf"(?<=[0-9)}}]) +{UNIT}(?:\^[23])?[. ]*$", ""),  # 5 cm ^2 -> 5
     (r"(\\sqrt|[\^_]) ?(?:\{([^{}]*)\}|(-?[0-9]+|[A-Za-z]))", r"\1(\2\3)"),  # x^2 -> x^(2)
     (FRACTION, r" \3\1\2/\4\5 "),  # 5\frac{3}8x -> 5 3/8 x
-    (r"(?:\*|\\cdot\b|\\times\b)(?! *[0-9*])", ""),  # 2*3\cdot\pi -> 2*3\pi
+    (r"\\(?:cdot|times)(?![a-z])", "*"),  # 3\times10^(5) -> 3*10^(5)
+    (r"\*(?! *[0-9*])", ""),  # 2*3*\pi -> 2*3\pi
     (r"(?<![0-9]) +| +(?![0-9])|\.$", ""),  # x = 4 2. -> x=4 2
     (r"^[^-+*/^=<>!0-9\\][^-+*/^=<>!\\]*(?:=|\\in\b)(?!.*=)", ""),  # f(3)=8 -> 8
     (r"^[0-9.]+[-+*/][-+*/0-9.]*=(?!.*=)", ""),  # 3+5=8 -> 8
@@ -1099,15 +1104,16 @@ def canonical(text):
 
 @lru_cache(4096)
 def forms(text):
-    """Return the canonical forms of an answer, each with the number of its reading.
-    There are four: 1,234 is a list or a number, % is left out or is /100. Two answers are equal if
-    they agree in the same reading; else 20%, as 20/100, would equal 1/5% with its % left out."""
+    """Return {(i, canonical form)} for the four readings i of an answer: 1,234 is a list or a
+    number, and % is left out or means /100. Two answers are equal if they agree in the same
+    reading; else 20%, as 20/100, would equal 1/5% with its % left out."""
     text = (text or "").translate(str.maketrans(SYMBOLS))
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text)
-    readings = [reading.replace("%", percent) for reading in (text, re.sub(THOUSANDS, "", text))
-                for percent in ("", "/100")]
+    joined = re.sub(THOUSANDS, "", text)
+    readings = [text.replace("%", ""), text.replace("%", "/100"),
+                joined.replace("%", ""), joined.replace("%", "/100")]
     return {(i, canonical(reading)) for i, reading in enumerate(readings)
             if re.search(r"\w", reading)}  # an answer without a letter or digit equals none
 
@@ -1246,7 +1252,7 @@ WIDTH = 99  # columns of what is printed
 def launch(main, args):
     """Claim --out and run `main`. An error that a user can fix is one line, others a traceback."""
     prepare_process(args)
-    made = args.out is None or not os.path.exists(args.out)
+    is_new = args.out is None or not os.path.exists(args.out)
     lock = claim(args)
     try:
         main(args)
@@ -1257,7 +1263,7 @@ def launch(main, args):
              "--max_new_tokens (sampling), or give --offload_optimizer or --beta 0")
     finally:
         shutil.rmtree(Path(args.out, ".unfinished"), ignore_errors=True)  # of a save that failed
-        if made and os.listdir(args.out) == [".lock"]:
+        if is_new and os.listdir(args.out) == [".lock"]:
             shutil.rmtree(args.out)  # nothing was saved
         lock.release()
 
@@ -1286,7 +1292,7 @@ def claim(args):
     return lock
 
 def saved_steps(args):
-    """List the steps whose checkpoints are in --out, in order; step-best is the user's own."""
+    """List the steps saved in --out, in order; step-best, step-01 and the like are a user's own."""
     names = [path.name.removeprefix("step-") for path in Path(args.out).glob("step-[1-9]*/")]
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -1317,9 +1323,10 @@ def save_checkpoint(args, step, tokenizer, optimizers, reference):
 def load_checkpoint(args, optimizers, reference):
     """Load the newest checkpoint in --out and return its step; 0 if there is none.
     A run without --resume begins in an empty directory: claim has seen to that."""
-    if not saved_steps(args):
+    steps = saved_steps(args)
+    if not steps:
         return 0
-    step = saved_steps(args)[-1]
+    step = steps[-1]
     newest = Path(args.out, f"step-{step}")
     with or_fail(f"--resume: {newest}/metrics.jsonl cannot be used"):
         for line in Path(newest, "metrics.jsonl").read_text().splitlines():

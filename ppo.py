@@ -117,8 +117,8 @@ def value_loss(values, old_values, returns, mask, args):
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward them, and compute log-probs, by the same
-    passes as in update, and advantages. Returns the rollout (see common.py) and statistics."""
+    """Sample G completions of each problem and reward them; compute advantages, and log-probs in
+    the same micro-batches as update. Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
                               args.temperature, args.cuda_graphs)

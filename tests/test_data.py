@@ -322,7 +322,7 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "nan completion"),
     (lambda n: [float("-inf")] * n, "-inf completion"), (lambda n: [1e39] * n, "inf completion"),
-    (lambda n: [1.0], "2 numbers longer"), (lambda n: [1.0] * 9, "2 numbers shorter"),
+    (lambda n: [1.0], "2 numbers returned 1"), (lambda n: [1.0] * 9, "2 numbers returned 9"),
     (lambda n: [[1.0]] * n, "numbers list"), (lambda n: None, "numbers NoneType"),
     (lambda n: [None] * n, "numbers NoneType"), (lambda n: ["good"] * n, "numbers good"),
     (lambda n: {i: 1.0 for i in range(n)}, "numbers dict"),

@@ -22,7 +22,7 @@ EQUAL = pairs(r"""
 [0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 | 5\sqrt{7} ~ 5*sqrt(7) | \frac{5\sqrt{7}}{2} ~ 5√7/2 |
 5\pi ~ 5 π | 5\pi ~ 5 pi | \frac{\pi}{5} ~ 0.2\pi | (x+2)(x-1) ~ (2+x)(-1+x) | n(n+2) ~ n(2+n) |
 (1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
-x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x \geq 4 | x \le 4 ~ x \leqslant 4 |
+x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x \geq 4 | x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} |
 1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 100,200 ~ 200, 100 | 312_5 ~ 312_{5} |
 \text{(D)} ~ D | \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | -11/8 ~ -1\frac{3}{8}
 """) + [("2" * 500, "2" * 500 + ".0")]

@@ -280,7 +280,7 @@ def test_replayed_graphs_write_what_single_calls_do(family, temperature, monkeyp
         """As on a GPU, where the width grows in steps."""
         def __init__(self, *given):
             super().__init__(*given)
-            self.width_step, self.width = 16, common.round_up(self.S, 16)
+            self.width_step, self.cache.width = 16, common.round_up(self.S, 16)
             self.cache.length = common.round_up(self.cache.length, 16)
             self.ids = torch.nn.functional.pad(self.ids, (0, self.cache.length - self.ids.shape[1]))
     model, rollouts = tiny_model(family, dtype=torch.float64, seed=3), []
