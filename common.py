@@ -1436,7 +1436,7 @@ class Logger:
                 print(f"held out, after {stats['step']:3} steps  "
                       f"{format_stats(stats, self.HELD_OUT)}")
         last = saved_steps(self.args)[-1]
-        print(f"model and checkpoint  {self.args.out}/step-{last}")
+        print(f"model and checkpoint  {self.path.with_name(f'step-{last}')}")
         print(f"metrics               {self.path}")
         if self.args.tensorboard:
             self.board.close()

@@ -204,7 +204,7 @@ FAULTS = {"ppo grpo gspo": [
     ("|[$°]|", "|[$]|", "math_reward: pays_the_same"),
     ("(?=[0-9]{3}(?![0-9]))", "(?=[0-9]{3})", "math_reward: never_pays"),
     ("|\\b(?:and|or)\\b|", "|\\b(?:and)\\b|", "math_reward: pays_the_same"),
-    ('text.replace("%", "")', 'text.replace("%", "", 1)', "math_reward: pays_the_same"),
+    ("in enumerate(readings)", "in enumerate(readings[::2])", "math_reward: pays_the_same"),
     ("(?<=\\\\[lg]e)q(?:slant)?", "(?<=\\\\le)q(?:slant)?", "math_reward: pays_the_same"),
     # runs and checkpoints
     ("sorted(int(name) for name in names if", "(int(name) for name in sorted(names) if", "resume: newest"),
