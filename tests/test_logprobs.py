@@ -138,17 +138,18 @@ def test_bias_factor_and_cap_of_a_head(has_bias, factor, cap, dtype, value, slop
 def test_the_16_bit_product_of_a_gpu(monkeypatch):
     """It rounds no logit, and its gradients, summed over 400 chunks, are as good as 16-bit products are.
     The CPU's torch.mm cannot give float32 of 16 bits: here another one does."""
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    hidden, weight, _, push = case(torch.bfloat16, 400 * 8)
-    hidden.data.abs_()
+    hidden, weight, target, _ = case(torch.bfloat16, 400 * 8)
+    target.fill_(3)
     weight.grad_dtype = torch.float32  # as Optimizer sets it
-    logits = torch.cat([common.Float32Product.apply(h, weight) for h in hidden.split(8)])
-    exact = [x.detach().double() for x in (hidden, weight)]
-    assert logits.dtype == torch.float32 and relative(logits, exact[0] @ exact[1].T) < 1e-6
-    (logits * push.abs()[:, None]).sum().backward()
-    assert weight.grad.dtype == torch.float32
-    assert relative(weight.grad, push.abs().double() @ exact[0] * torch.ones(61, 1)) < 2e-3
-    assert relative(hidden.grad, push.abs().double()[:, None] * exact[1].sum(0)) < 5e-3
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    full(*exact, target, T).sum().backward()
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(common, "CHUNK", 8 * 61)
+    logp = common.chunked_logprobs(hidden, target, common.Head(weight, None, 1.0, None), T)
+    logp.sum().backward()
+    assert relative(logp, full(hidden, weight, target, T)) < 1e-6 and weight.grad.dtype == torch.float32
+    assert relative(weight.grad, exact[1].grad) < 3e-3 and relative(hidden.grad, exact[0].grad) < 5e-3
 
 # --- memory
 

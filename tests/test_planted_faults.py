@@ -302,8 +302,3 @@ def test_every_test_that_is_named_is_green_without_a_fault(case, planted):
 def test_a_planted_fault_turns_a_test_red(case, planted):
     status, said = outcome(case, planted)
     assert status == 1, said
-
-def test_faults_are_counted_once():
-    """A row is one fault, in however many scripts."""
-    rows = [(paths, sound, faulty) for paths, faults in FAULTS.items() for sound, faulty, _ in faults]
-    assert len(set(rows)) == len(rows) and all(sound != faulty for _, sound, faulty in rows)
