@@ -77,7 +77,7 @@ def completion_states(model, batch):
     return (row, t), hidden[row, position - 1], batch["ids"][row, position]
 
 def body_of(model):
-    """Return a model without its output layer. A critic (load_value) has none: it is returned."""
+    """Return a model without its output layer; a critic (load_value) has none and stays whole."""
     # Llama 4 has a wrong base_model_prefix, so that its base_model is the whole model.
     if model.base_model is model and hasattr(model, "lm_head"):
         return model.model
@@ -145,7 +145,7 @@ class Float32Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """Map (C, V) to (C, H) and (V, H). The second is in float32, so that the sum over chunks is
-        not rounded to 16 bits; grad_dtype (in Optimizer) allows that."""
+        not rounded to 16 bits; Optimizer sets weight.grad_dtype, else torch would round it."""
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, torch.mm(grad.T, hidden, out_dtype=torch.float32)
@@ -181,7 +181,7 @@ def micro_batches(batch, tokens, doing="update"):
         L, T = lengths[begin], max(completion_lengths[begin:end])
         part = select(batch, order[begin:end])
         for name, value in part.items():
-            if value.dim() == 2:
+            if value.dim() == 2:  # a column alone, as adv (n, 1), stays
                 part[name] = value[:, :L] if name in ("ids", "attention") else value[:, :T]
         yield part
 
@@ -414,8 +414,8 @@ class Sampler:
 
     def read_prompts(self):
         """Read each prompt once for its group; returns the logits of the first tokens, (N, V).
-        The padding after a shorter prompt is read into the cache too. It does no harm: no token
-        looks to its right, and the columns are overwritten before a later token sees them."""
+        The padding after a shorter prompt is read into the cache too. It does no harm: no token of
+        a prompt looks to its right, and each new token overwrites a padding before it looks."""
         ids = self.ids[::self.group_size, :self.S]  # (P, S)
         last = self.position[::self.group_size]  # (P,)
         positions = torch.arange(self.S, device=ids.device).expand_as(ids)
@@ -459,7 +459,7 @@ class Graph:
         self.step()  # a warm-up: what libraries do at a first call must not be recorded
         self.graph, self.shape = torch.cuda.CUDAGraph(), shape
         with or_fail("this model cannot be recorded: give --no-cuda_graphs"):
-            with torch.cuda.graph(self.graph):  # fails if the model waits for a value, as .item()
+            with torch.cuda.graph(self.graph):  # fails if the model reads a value, as by .item()
                 self.step()  # recorded, not run; a replay draws new random numbers
 
 def draw(logits, temperature):
@@ -512,19 +512,19 @@ def sample_with_transformers(model, prompts, max_new_tokens, temperature, stop, 
     ids = torch.tensor([[pad] * (S - len(p)) + p for p in prompts])  # padded on the left
     attention = torch.tensor([[0] * (S - len(p)) + [1] * len(p) for p in prompts])
     own_settings = model.generation_config
-    model.generation_config = transformers.GenerationConfig()  # else its top_k and the like act
+    model.generation_config = transformers.GenerationConfig()  # without its top_p and the like
     head = output_head(model)._replace(factor=1.0, cap=None)  # the model applies these itself
 
     def float32_logits(layer, inputs, output):
-        """Replace the layer's 16-bit logits by float32 ones; move the bar of the block below."""
-        bar.update()
+        """Replace the layer's 16-bit logits by float32 ones: once per token, so move the bar."""
+        bar.update()  # the bar of the block below
         return head_logits(inputs[0][:, -1], head)[:, None]
     hook = model.get_output_embeddings().register_forward_hook(float32_logits)
     # Leaving the block removes the hook.
     with hook, progress(range(max_new_tokens), "sampling", "token") as bar:
         output = model.generate(
             ids.to(model.device), attention_mask=attention.to(model.device),
-            top_k=0,  # else transformers' default, 50
+            top_k=0,  # else 50, with any configuration
             max_new_tokens=max_new_tokens, eos_token_id=stop or None, pad_token_id=pad,
             do_sample=temperature > 0, temperature=temperature or None, output_logits=logits,
             return_dict_in_generate=True)
@@ -552,7 +552,7 @@ def means(logged):
     return result
 
 def padding(batch):
-    """Count the positions of a micro-batch that hold no token: (sum, count)."""
+    """Count the positions of a micro-batch that hold no token, as a statistic (sum, count)."""
     return {"padding": ((batch["attention"] == 0).sum(), batch["attention"].numel())}
 
 def rollout_stats(rollout, group_size):
@@ -567,7 +567,7 @@ def rollout_stats(rollout, group_size):
         "rollout_tokens_per_s": tokens / rollout["seconds"]}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3, whatever the objective uses
+    if "ref_logp" in rollout:  # k3, whatever the objective uses; 0 outside the mask, as log-probs
         log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
         stats["kl"] = (log_x.exp() - log_x - 1).sum() / tokens
     return {name: value.item() for name, value in stats.items()}
@@ -581,7 +581,7 @@ def explained_variance(returns, values, mask):
 
 @torch.no_grad()
 def ratio_noise(policy, rollout, args, clipped):
-    """Measure how far rounding alone moves the ratio, on 32 rows of the first rollout.
+    """Measure how far rounding alone moves the ratio, on the first 32 rows of the first rollout.
     Any change of the weights, however small, makes pi round differently from pi_old. The rounding
     error of one pass is measured against a better one: one row at a time, and in float32. The log
     of the ratio is the difference of two passes, so that its deviation is sqrt 2 times that error.
@@ -594,6 +594,7 @@ def ratio_noise(policy, rollout, args, clipped):
     for b in micro_batches(some, 1, "rounding"):  # at most 1 position: so one row each
         gaps.append((token_logprobs(exact, b, args.temperature) - b["old_logp"])[0])  # (t,)
     tokens, sequences = torch.cat(gaps), torch.stack([gap.mean() for gap in gaps])
+    # Twice the mean square: the error of pi and that of pi_old.
     noise = {"token": (2 * tokens.square().mean()).sqrt().item(),
              "sequence": (2 * sequences.square().mean()).sqrt().item()}
     for name in ("eps_low", "eps_high"):
@@ -723,7 +724,7 @@ def check_memory(args, size, trained_models):
     weight = 4 if args.dtype == "float32" else 2  # bytes
     held = weight + 4  # and its gradient
     if not args.offload_optimizer:
-        held += 8 if args.dtype == "float32" else 12  # moments 8; master 4, or the weight itself
+        held += 8 if args.dtype == "float32" else 12  # moments 8; in 16 bits a master too, 4
     held *= size * trained_models
     if getattr(args, "beta", 0) > 0:  # a script of your own may have none
         held += size * weight  # the reference
@@ -745,7 +746,7 @@ def check_model(model, args):
     own. Three random prompts are read; the longest, with T tokens, is as long as a run allows. The
     pass in training mode is also timed, for say_how_long."""
     T = 4
-    longest = max(8, args.max_prompt_tokens + args.max_new_tokens)  # 8: a prompt before T tokens
+    longest = max(2 * T, args.max_prompt_tokens + args.max_new_tokens)  # room for a prompt before T
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
     prompts = [rng.choices(vocabulary, k=k) for k in (longest - T, longest // 2, 3)]
     close = 1e-4 if model.dtype == torch.float32 else 0.01
@@ -798,7 +799,7 @@ def sampling_problem(model, prompts, T, tolerance):
         return f"cannot be sampled from: {textwrap.shorten(reason, 200)}"
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
         ids = torch.tensor([prompt + completion[:-1]], device=model.device)
-        own = model(ids, use_cache=False).logits[0, -T:]  # (T, V)
+        own = model(ids, use_cache=False).logits[0, -T:]  # (T, V), those that predict `completion`
         if differ(torch.stack([each[i] for each in logits]), own, tolerance):
             return "has other logits token by token"
 
@@ -826,7 +827,7 @@ def load_problems(args, tokenizer, reward):
     """Load the training and the held-out problems.
     A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
     splits = read_splits(args.dataset)
-    if list(splits) == [args.split] and args.eval_split == "test":  # that is the default
+    if list(splits) == [args.split] and args.eval_split == "test":  # --eval_split's default
         rows = splits[args.split]
         train = [row for row in rows if not is_held_out(row, args)]
         held_out = [row for row in rows if is_held_out(row, args)]
@@ -965,8 +966,8 @@ def batch_of(problems, step, args):
 
 # ---- Rewards ----
 def load_reward(args):
-    """Return the reward: any function (problems, completions) -> a number per completion.
-    A number of 1 or more counts as right. Either answer_reward or --reward_model's logit."""
+    """Return the reward, answer_reward or the logit of --reward_model.
+    It is a function (problems, completions) -> a number per completion; 1 or more is right."""
     if not args.reward_model:
         return answer_reward
     model, tokenizer = load_model("AutoModelForSequenceClassification", "reward_model", args)
@@ -1016,9 +1017,9 @@ def rewards_of(reward, problems, rollout):
 
 # ---- Grading ----
 # An answer gets one spelling, then a canonical form for each way to read it, and two are equal if
-# they share one: nothing is evaluated. It may be a number, fraction, mixed number or percentage, a
-# sum of terms with one number in each, a tuple, interval or set of these, an equation x = ..., or a
-# text.
+# they share a form: sums and products are not evaluated. It may be a number, fraction, mixed number
+# or percentage, a sum of terms with one number in each, a tuple, interval or set of these, an
+# equation x = ..., or a text.
 LONGEST = 600  # characters; longer answers are not read
 SYMBOLS = {"−": "-", "×": "*", "·": "*", "√": r"\sqrt", "π": r"\pi", "∞": r"\infty",
            "±": r"\pm", "≤": r"\le", "≥": r"\ge", "∈": r"\in", "∪": r"\cup"}
@@ -1030,7 +1031,7 @@ UNIT = "(?!.*(?:illion|thousand|hundred|dozen|third|not))[a-z]{2}[A-Za-z /]*"
 SPELLINGS = [  # pattern, replacement  # before -> after; applied in this order
     (r"\\\\|[&;]|\\cup\b|\b(?:and|or)\b|\{,\}", ","),  # 1 and 2 -> 1 , 2
     (r"\\(?=[][(){}%$0-9 ])|[$°]|\^\{?\\circ\}?", ""),  # \$5^\circ -> 5
-    (r"\\[,:;!]|\\q?quad|\\(?:left|right)(?![a-z])", ""),  # \left(1,\,2\right) -> (1,2)
+    (r"\\[,:!]|\\q?quad|\\(?:left|right)(?![a-z])", ""),  # \left(1,\,2\right) -> (1,2)
     (r"(?<=\\)[dtc](?=frac)|(?<=\\[lg]e)q(?:slant)?", ""),  # \dfrac12\leq x -> \frac12\le x
     (r"\\(?:text[a-z]*|mbox|math[a-z]*) ?\{([^{}]*)\}", r" \1 "),  # 5\text{cm}^2 -> 5 cm ^2
     (r"(?<![A-Za-z\\])(sqrt|pi|infty)(?![a-z])", r"\\\1"),  # 2sqrt(3) -> 2\sqrt(3)
@@ -1047,7 +1048,7 @@ THOUSANDS = r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"  # 1,234 -> 12
 GROUP = re.compile(r"([(\[{])([^][(){}]*)([)\]}])")  # 2(x+(y)) -> (y)
 TERMS = re.compile(r".*=.*|[-+]*[^-+]+|[-+]+")  # an equation stays whole; 5-x+y -> 5, -x, +y
 NUMBER = r"(?:[0-9]+ )?[0-9]+/[1-9][0-9]*|[0-9]+\.?[0-9]*|\.[0-9]+"  # 1 3/8, 3/8, 0.5, .5
-# sign, number, rest, divisor: '-6x/4' -> '-', '6', 'x', '4'; 2^3, 3!, 1:2 and '-' are all rest
+# sign, number, rest, divisor: '-6x/4' -> '-', '6', 'x', '4'; '2^3', '3!', '1:2', '-' are rest alone
 TERM = (r"([-+]*(?=.))"  # signs, if something follows
         rf"(?:({NUMBER})(?![0-9.^_!:]))?"  # a number, but not that of 2^3, 3! or 1:2
         r"(.*?)"  # the rest
@@ -1064,7 +1065,7 @@ def extract_answer(text):
     _, tag, text = text.rpartition("<answer>")
     text = text.rpartition("</answer>")[0] if tag else text
     if "\\boxed{" in text:
-        inside = text.rpartition("\\boxed{")[2][: LONGEST + 1]
+        inside = text.rpartition("\\boxed{")[2][: LONGEST + 1]  # with the }
         # What stands before each }: where { and } balance first, the box ends.
         starts = [inside[:i] for i, c in enumerate(inside) if c == "}"]
         text = next((start for start in starts if start.count("{") == start.count("}")), "")
@@ -1106,7 +1107,7 @@ def canonical(text):
 def forms(text):
     """Return {(i, canonical form)} for the four readings i of an answer: 1,234 is a list or a
     number, and % is left out or means /100. Two answers are equal if they agree in the same
-    reading; else 20%, as 20/100, would equal 1/5% with its % left out."""
+    reading: not 20%, read as 20/100, and 1/5%, read without its %."""
     text = (text or "").translate(str.maketrans(SYMBOLS))
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
@@ -1119,7 +1120,7 @@ def forms(text):
 
 def math_reward(completion, answer):
     r"""Return 1.0 if the completion's marked answer has a form of the gold answer, else 0.0.
-    Not read: algebra ((x+1)^2 is not x^2+2x+1, nor 2ab 2ba), arithmetic (2+3 is not 5), rounding
+    Not read: algebra ((x+1)^2 is not x^2+2x+1, 2ab not 2ba), arithmetic (2+3 is not 5), rounding
     (0.33 is not 1/3), matrices, 1\pm2, case (Odd is not odd), names (x=5 is y=5), units (5 mm is
     5 cm)."""
     given = extract_answer(completion)
@@ -1297,7 +1298,7 @@ def saved_steps(args):
     return sorted(int(name) for name in names if name.isdecimal())
 
 def save_checkpoint(args, step, tokenizer, optimizers, reference):
-    """Save step-N in --out, then remove the one before: a kill at any instant leaves a good one.
+    """Save step-N in --out, then remove the older ones: a kill at any instant leaves a good one.
     There are no random states to save: each is a function of --seed and the step."""
     final, unfinished = Path(args.out, f"step-{step}"), Path(args.out, ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -1345,7 +1346,7 @@ def load_checkpoint(args, optimizers, reference):
 class StopSignal:
     """Ctrl-C or SIGTERM: the first lets the step finish and be saved, the next ends it at once."""
     def __init__(self):
-        self.status = 0  # what the process will return: 130 after Ctrl-C, 143 after SIGTERM
+        self.status = 0  # the exit status of a run cut short: 130 by Ctrl-C, 143 by SIGTERM
         signal.signal(signal.SIGINT, self.receive)
         signal.signal(signal.SIGTERM, self.receive)
 
@@ -1428,7 +1429,7 @@ class Logger:
             self.bar.write(textwrap.indent(textwrap.fill(line, WIDTH - len(indent)), indent))
 
     def close(self, stop):
-        """Print the results and where they are; after a signal exit with its status."""
+        """Print the results and where they are. If a signal cut the run short, exit."""
         stop.reset()
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):

@@ -150,7 +150,7 @@ def main(args):
             common.save_checkpoint(args, step, tokenizer, optimizers, reference)
             if stop.status:  # after Ctrl-C or SIGTERM
                 break
-    logger.close(stop)  # after a signal it exits
+    logger.close(stop)  # exits if a signal cut the run short
 
 if __name__ == "__main__":
     common.launch(main, parse_args())
