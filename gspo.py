@@ -147,7 +147,7 @@ def main(args):
         logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
     stop = common.StopSignal()
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # a resumed run draws the same
+        torch.manual_seed(args.seed * 1_000_003 + step)  # its own draws, also if resumed
         step_start = time.perf_counter()
         if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
