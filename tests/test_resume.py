@@ -181,6 +181,7 @@ def test_a_signal_finishes_and_saves_the_step_and_leaves_with_its_status(
     assert left.value.code == status and newest("part").name == "step-2" and len(rows("part")) == 3
     assert "--out part --resume" in capsys.readouterr().out
     resume(script, "part")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the run is over, its handler too"
     same_runs("whole", "part")
 
 def test_ctrl_c_before_the_first_step_or_a_second_one_leaves_at_once(spread, monkeypatch, capsys):
