@@ -10,12 +10,14 @@ maximise J
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html) of KL(pi || pi_ref), but its gradient is
-that of KL(pi_ref || pi). --kl wk3 multiplies it by w_it and has the gradient of KL(pi || pi_ref).
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html): its mean over samples of pi is
+KL(pi || pi_ref). But the mean of its gradient, (1 - x) grad log pi, is grad KL(pi_ref || pi).
+--kl wk3 is w_it k3, the unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556; in TRL
+use_bias_correction_kl). Proof: grad (w k3) = w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log
+pi, and its mean over samples of pi_old is the gradient of KL(pi || pi_ref).
 
-There is no value model: the mean of the group is the baseline. There is no reward model unless
-you name one: the reward is 1 for a right answer, 0 for a wrong one. With --beta 0 there is no
-pi_ref.
+There is no value model: the mean of the group is the baseline. There is no reward model: the
+reward is 1 for a right answer, 0 for a wrong one. With --beta 0 there is no pi_ref.
 
     python grpo.py                                                               a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
@@ -31,24 +33,25 @@ import common
 
 def parse_args(argv=None):
     """Parse the flags that change the equations, and those of every script: common.add_args."""
-    parser = common.parser(__file__, __doc__)
+    parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=common.count, default=32, help="P: more make a steadier gradient")
+    add("--prompts", type=common.positive_int, default=32, help="P: more make a steadier gradient")
     add("--group_size", type=common.two_or_more, default=8, help="G of (1); usually 8 to 64")
-    add("--eps_low", type=common.share, default=0.2,
+    add("--eps_low", type=common.positive_float, default=0.2,
         help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
-    add("--eps_high", type=common.positive, default=0.2,
+    add("--eps_high", type=common.positive_float, default=0.2,
         help="clip range above 1 (3); eps_low or more")
-    add("--beta", type=common.positive_or_zero, default=0.04,
+    add("--beta", type=common.non_negative_float, default=0.04,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=common.count, help="every so many steps pi_ref becomes pi")
-    add("--lr", type=common.positive, default=dict(toy=5e-4, real=1e-6), help="of AdamW")
-    add("--epochs", type=common.count, default=1, help="passes over a rollout; usually 1 to 4")
-    add("--minibatches", type=common.count, default=4,
+    add("--ref_every", type=common.positive_int, help="every so many steps pi_ref becomes pi")
+    add("--lr", type=common.positive_float, default=1e-6, help="of AdamW")
+    add("--epochs", type=common.positive_int, default=1, help="passes over a rollout; 1 to 4")
+    add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    return common.parse(parser, argv)
+    args = common.parse(parser, argv, lr=5e-4)
+    return args
 
 def group_advantages(rewards, group_size):
     """Compute equation (1). Rewards (N,), groups side by side -> advantages (N,).
@@ -62,8 +65,8 @@ def group_advantages(rewards, group_size):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
-    """Compute -J, equations (2) to (4), as the SUM over rows of row means: so micro-batches add up
-    to the same gradient. The caller divides by the rows of the whole optimiser step.
+    """Compute -J, equations (2) to (4), but for its 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    A sum over rows, as the losses of micro-batches add up; update divides by N.
 
     adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
     Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
@@ -83,74 +86,70 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
             kl = kl * log_ratio.clamp(max=20).exp()  # w_it, as in (2)
         objective = objective - args.beta * kl
     loss = -(objective * mask / lengths).sum()
-    is_clipped = (clipped * adv < ratio * adv) * mask  # the min took the clipped term
+    # Clipped is a good token (adv > 0) above 1 + eps_high, or a bad one below 1 - eps_low.
+    is_clipped = (clipped * adv < ratio * adv) * mask
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem and reward them; compute advantages, and log-probs in
-    the same micro-batches as update. Returns the rollout (see common.py) and statistics."""
+    """Sample G completions of each problem, reward them, compute log-probs and advantages.
+    Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
-    rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
-                              args.temperature, args.cuda_graphs)
+    rollout = common.generate(
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)  # 3. log-probs: (N, T)
+    # 3. log-probs, and in ppo.py values: (N, T)
+    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
-        rollout["ref_logp"] = common.rollout_logprobs(reference, rollout, args)
+        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 4. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
-    logged, start = [], time.perf_counter()
+    logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # of all its micro-batches: the 1/N of (3)
+            rows = len(minibatch["ids"])  # N of (3): the rows of all its micro-batches
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
+                logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
-                optimizers["policy"].backward(loss / rows)
-                logged.append(stats | common.padding(b))
+                (loss / rows).backward()
+                logged.append(stats)
             logged.append(optimizers["policy"].step())
-    tokens = args.epochs * rollout["attention"].sum().item()
-    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - start)}
+    return common.means(logged)
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_and_check(args, policy)  # settles the defaults
-    reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
-    problems, held_out = common.load_problems(args, tokenizer, reward)
+    problems, held_out = common.load_problems(args, tokenizer)
+    reward = common.answer_reward  # or any function (problems, completions) -> numbers
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
-    start = common.load_checkpoint(args, optimizers, reference)  # 0 unless --resume
+    parts = optimizers | ({"reference": reference} if reference and args.ref_every else {})
+    start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     logger = common.Logger(args, start)
     if start == 0:
         logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
-    stop = common.StopSignal()
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # its own draws, also if resumed
+        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
         if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
-        if step == 1:
-            stats |= common.ratio_noise(policy, rollout, args, clipped="token")  # of (2)
         stats |= update(policy, optimizers, rollout, args)                 # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         logger.log(step, stats, batch[0], rollout)
-        if stop.status or step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(args, step, tokenizer, optimizers, reference)
-            if stop.status:  # after Ctrl-C or SIGTERM
-                break
-    logger.close(stop)  # exits if a signal cut the run short
+        if step % args.save_every == 0 or step == args.steps:
+            common.save_checkpoint(args, step, tokenizer, policy, parts)
+    logger.close()
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

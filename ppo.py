@@ -13,10 +13,12 @@ maximise J
 and minimise L over a value model V (the critic), which is as large as the policy
 
     L     = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (V'_it - R_it)^2),
-            V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value)                          (5)
+            V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value),  V_old is V in (1)      (5)
 
-The critic gives every token an advantage of its own: GRPO does without. (5), whitened advantages
-and settings are those of Huang et al. 2024, The N+ Implementation Details of RLHF with PPO.
+The critic gives every token an advantage of its own: GRPO does without. A mean over a completion's
+tokens first is how DeepSeekMath writes PPO (arXiv 2402.03300, eq. 1); Schulman et al. and Huang et
+al. take one over all tokens of a batch. (5), whitened advantages and the defaults, except prompts
+and minibatches, are those of Huang et al. 2024 (The N+ Implementation Details, arXiv 2403.17031).
 
     python ppo.py                                                                a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
@@ -32,34 +34,36 @@ import common
 
 def parse_args(argv=None):
     """Parse the flags that change the equations, and those of every script: common.add_args."""
-    parser = common.parser(__file__, __doc__)
+    parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=common.count, default=256, help="P: more make a steadier gradient")
-    add("--group_size", type=common.count, default=1, help="G; PPO needs no group")
-    add("--eps_low", type=common.share, default=0.2,
+    add("--prompts", type=common.positive_int, default=256, help="P: more make a steadier gradient")
+    add("--group_size", type=common.positive_int, default=1, help="G; PPO needs no group")
+    add("--eps_low", type=common.positive_float, default=0.2,
         help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
-    add("--eps_high", type=common.positive, default=0.2,
+    add("--eps_high", type=common.positive_float, default=0.2,
         help="clip range above 1 (3); eps_low or more")
-    add("--beta", type=common.positive_or_zero, default=0.05,
+    add("--beta", type=common.non_negative_float, default=0.05,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--gamma", type=common.share, default=1.0, help="discount (1); usually 1: none")
-    add("--lam", type=common.share, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
-    add("--whiten", action=common.switch, default=True, help="A to mean 0 and deviation 1")
-    add("--eps_value", type=common.positive, default=0.2, help="how far V may move (5)")
-    add("--vf_coef", type=common.positive_or_zero, default=0.1, help="weight of (5)")
-    add("--lr", type=common.positive, default=dict(toy=2e-4, real=3e-6), help="of AdamW")
-    add("--value_lr", type=common.positive, default=dict(toy=1e-2, real=3e-6), help="of V")
-    add("--epochs", type=common.count, default=4, help="passes over a rollout; usually 1 to 4")
-    add("--minibatches", type=common.count, default=4,
+    add("--gamma", type=common.zero_to_one, default=1.0, help="discount (1); usually 1: none")
+    add("--lam", type=common.zero_to_one, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
+    add("--whiten", action=common.BooleanOptionalAction, default=True, help="normalise A")
+    add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
+    add("--vf_coef", type=common.non_negative_float, default=0.1, help="weight of (5)")
+    add("--lr", type=common.positive_float, default=3e-6, help="of AdamW")
+    add("--value_lr", type=common.positive_float, default=3e-6, help="of V")
+    add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
+    add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    return common.parse(parser, argv)
+    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)
+    return args
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
 
     The reward is paid at the last token, EOS or where the completion was cut. The penalty is the
-    estimator k1: it works as a reward, but as a loss its gradient would be 0 on average.
+    estimator k1 = log pi - log pi_ref: right as a reward. As a loss it would teach nothing: its
+    gradient, grad log pi, has mean 0 over samples of pi.
     """
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
@@ -70,7 +74,9 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
 
 def gae(rewards, values, mask, gamma, lam):
     """Compute equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T)."""
-    values = values * mask  # V after the last token is 0: nothing is bootstrapped beyond the end
+    # V after the last token is 0, also where --max_new_tokens cut a completion off. This is a
+    # choice: one could take the critic's V there instead, as the text might go on (bootstrapping).
+    values = values * mask
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -87,8 +93,8 @@ def whiten(x, mask):
     return (x - mean) * mask / (variance + 1e-8).sqrt()
 
 def policy_loss(logp, old_logp, adv, mask, args):
-    """Compute -J, equations (2) and (3), as the SUM over rows of row means: so micro-batches add up
-    to the same gradient. The caller divides by the rows of the whole optimiser step.
+    """Compute -J, equations (2) and (3), but for its 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    A sum over rows, as the losses of micro-batches add up; update divides by N.
 
     adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
     Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
@@ -102,13 +108,14 @@ def policy_loss(logp, old_logp, adv, mask, args):
     # takes the term without a clip, so that a step the wrong way can be taken back.
     objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
     loss = -(objective * mask / lengths).sum()
-    is_clipped = (clipped * adv < ratio * adv) * mask  # the min took the clipped term
+    # Clipped is a good token (adv > 0) above 1 + eps_high, or a bad one below 1 - eps_low.
+    is_clipped = (clipped * adv < ratio * adv) * mask
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
 def value_loss(values, old_values, returns, mask, args):
-    """Compute equation (5), a SUM over rows of row means. All (N, T). Returns it and statistics."""
+    """Compute equation (5) but for its 1/N, as policy_loss does. All (N, T). Also statistics."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
@@ -117,79 +124,75 @@ def value_loss(values, old_values, returns, mask, args):
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem and reward them; compute advantages, and log-probs in
-    the same micro-batches as update. Returns the rollout (see common.py) and statistics."""
+    """Sample G completions of each problem, reward them, compute log-probs and advantages.
+    Returns the rollout (see common.py) and statistics."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
-    rollout = common.generate(policy, tokenizer, prompts, args.group_size, args.max_new_tokens,
-                              args.temperature, args.cuda_graphs)
+    rollout = common.generate(
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)  # 3. log-probs: (N, T)
+    # 3. log-probs, and in ppo.py values: (N, T)
+    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
-        rollout["ref_logp"] = common.rollout_logprobs(reference, rollout, args)
-    rollout["values"] = common.rollout_values(value, rollout, args)
+        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
+    rollout["values"] = common.micro_batched(common.token_values, value, rollout, args)
     mask = rollout["mask"]
     rewards = token_rewards(
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(
         rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    _, to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)  # sums of rewards: V = 0
-    stats |= common.explained_variance(to_go, rollout["values"], mask)
+    # With V = 0 and lam = 1 the returns of gae are the sums of the rewards to go.
+    _, returns_to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)
+    stats |= common.explained_variance(returns_to_go, rollout["values"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
     """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
-    logged, start = [], time.perf_counter()
+    logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # of all its micro-batches: the 1/N of (3)
+            rows = len(minibatch["ids"])  # N of (3): the rows of all its micro-batches
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args.temperature)  # (n, t) with gradient
+                logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
-                optimizers["policy"].backward(loss / rows)
-                values = common.token_values(value, b)                     # (n, t) with gradient
+                (loss / rows).backward()
+                values = common.token_values(value, b, args)  # (n, t) with gradient
                 v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
-                optimizers["value"].backward(args.vf_coef * v_loss / rows)
-                logged.append(stats | v_stats | common.padding(b))
+                (args.vf_coef * v_loss / rows).backward()
+                logged.append(stats | v_stats)
             logged.append(optimizers["policy"].step() | optimizers["value"].step("value_"))
-    tokens = args.epochs * rollout["attention"].sum().item()
-    return common.means(logged) | {"update_tokens_per_s": tokens / (time.perf_counter() - start)}
+    return common.means(logged)
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_and_check(args, policy, trained_models=2)  # settles the defaults
-    reward = common.load_reward(args)  # or any function (problems, completions) -> numbers
-    problems, held_out = common.load_problems(args, tokenizer, reward)
+    problems, held_out = common.load_problems(args, tokenizer)
+    reward = common.answer_reward  # or any function (problems, completions) -> numbers
     value = common.load_value(policy)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     # eps of Adam as in Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
-    start = common.load_checkpoint(args, optimizers, reference)  # 0 unless --resume
+    parts = optimizers | {"critic": value}
+    start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     logger = common.Logger(args, start)
     if start == 0:
         logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
-    stop = common.StopSignal()
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # its own draws, also if resumed
+        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, value, reference, tokenizer, batch, reward, args)
-        if step == 1:
-            stats |= common.ratio_noise(policy, rollout, args, clipped="token")  # of (2)
         stats |= update(policy, value, optimizers, rollout, args)          # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         logger.log(step, stats, batch[0], rollout)
-        if stop.status or step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(args, step, tokenizer, optimizers, reference)
-            if stop.status:  # after Ctrl-C or SIGTERM
-                break
-    logger.close(stop)  # exits if a signal cut the run short
+        if step % args.save_every == 0 or step == args.steps:
+            common.save_checkpoint(args, step, tokenizer, policy, parts)
+    logger.close()
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import types
@@ -23,21 +22,18 @@ import common  # noqa: E402
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
-    config.addinivalue_line("markers", "upkeep: slow, or holds the scripts together; run with -m upkeep")
-    config.option.markexpr = config.option.markexpr or "not upkeep"
+    config.addinivalue_line("markers", "slow: run with -m slow")
+    config.option.markexpr = config.option.markexpr or "not slow"
 
 @pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
 def family(request):
     return request.param
 
 def settings(script, **changes):
-    """The script's own defaults, sized as for the toy and in float32, but for `changes`."""
+    """The script's defaults for the toy on a CPU, but for `changes`."""
     args = script.parse_args(["--device", "cpu"])
     assert vars(args).keys() >= changes.keys()
-    for name, value in (vars(args) | changes).items():
-        if isinstance(value, dict):  # a default by size or by dtype
-            value = value["toy"] if "toy" in value else value["float32"]
-        setattr(args, name, value)
+    vars(args).update(changes)
     return args
 
 def tensor64(numbers):
@@ -59,9 +55,6 @@ class Recorder:
     """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
     def __init__(self, model):
         self.model, self.gradients = model, []
-
-    def backward(self, loss):
-        loss.backward()
 
     def step(self, prefix=""):
         self.gradients.append(flat_gradient(self.model))
@@ -182,30 +175,20 @@ def sums(count, start=0):
     return [{"question": f"What is {i} + {i}?" + "!" * (i % 5), "answer": f"{i} + {i} = #### {2 * i}"}
             for i in range(start, start + count)]
 
-def save_judge(path, labels=1, **look):
-    """A reward model directory."""
-    torch.manual_seed(1)
-    config = tiny_config("qwen3", 104, num_labels=labels, initializer_range=0.5, num_hidden_layers=1)
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
-    char_tokenizer(**look).save_pretrained(path)
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     path = tmp_path_factory.mktemp("world")
     save_tiny(path / "model", "qwen3", char_tokenizer(), num_hidden_layers=1)
-    save_judge(path / "judge")
     write_jsonl(path / "data.jsonl", sums(60))
     return path
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch):
-    """The test runs in a directory of its own that holds model/, judge/ and data.jsonl."""
+    """The test runs in a directory of its own that holds model/ and data.jsonl."""
     for path in world.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return tmp_path
 
 def by_text(problems, completions):
     """A reward that is a function of the text alone, from 0 to 1."""
@@ -214,7 +197,7 @@ def by_text(problems, completions):
 @pytest.fixture
 def spread(monkeypatch):
     """Rewards that differ within every group, so that there is something to learn from random weights."""
-    monkeypatch.setattr(common, "load_reward", lambda args: by_text)
+    monkeypatch.setattr(common, "answer_reward", by_text)
 
 def newest(out="run"):
     """The only checkpoint of a run; nothing half-made lies beside it."""
@@ -230,7 +213,7 @@ def same(a, b):
         return len(a) == len(b) and all(map(same, a, b))
     return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
 
-# policy_loss in numbers, collect and update: test_grpo.py, test_gspo.py, test_ppo.py, test_every_script.py
+# policy_loss in numbers, collect and update: test_losses.py, test_ppo.py, test_every_script.py
 
 def call(function, given):
     """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
@@ -257,11 +240,11 @@ def count_t3(problems, completions):
 
 class Trainer:
     """A script, six problems and tiny models of 8 tokens, so that completions often end. Collects once."""
-    def __init__(self, script, dtype=torch.float32, **flags):
+    def __init__(self, script, **flags):
         sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
         self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
-        self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed, dtype=dtype) for seed in (0, 1))
-        self.value = transformers.AutoModel.from_config(tiny_config("qwen2", 8)).to(dtype)
+        self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed) for seed in (0, 1))
+        self.value = transformers.AutoModel.from_config(tiny_config("qwen2", 8))
         self.value.score = torch.nn.Linear(16, 1)
         self.optimizers = {"policy": Recorder(self.policy), "value": Recorder(self.value)}
         self.tokenizer, self.reward = tiny_tokenizer(8), count_t3
@@ -272,7 +255,7 @@ class Trainer:
         self.rollout, self.stats = call(self.script.collect, vars(self))
 
     def update(self):
-        return call(self.script.update, vars(self) | {"optimizer": self.optimizers["policy"]})
+        return call(self.script.update, vars(self))
 
     def use_adam(self, lr):
         models = {"policy": self.policy, "value": self.value}
@@ -292,6 +275,4 @@ class Trainer:
         self.optimizers = {"policy": Recorder(self.policy), "value": Recorder(self.value)}
         self.rollout, seen = rollout, self.optimizers.values()
         stats = self.update()
-        gradients = torch.cat([torch.stack(one.gradients) for one in seen if one.gradients], 1)
-        del stats["padding"], stats["update_tokens_per_s"]  # those of the cut
-        return gradients, stats
+        return torch.cat([torch.stack(one.gradients) for one in seen if one.gradients], 1), stats

@@ -53,7 +53,7 @@ def test_1_ppo_gae(gamma, lam, A):
     """r = [0, 0, 1], V = [.1, .2, .3]: delta = r + gamma V_next - V = [.1, .1, .7]; V ends at 0.
     lambda 0: delta. lambda 1: 1 - V. .95: A_1 = .1 + .95 x .7 = .765, A_0 = .1 + .95 x .765.
     gamma .5: delta = [0, -.05, .7], A_1 = -.05 + .5 x .7 = .3, A_0 = .5 x .3. Returns: A + V."""
-    r, mask = tensor([[0, 0, 1], [1, 0, 0]]), tensor([[1, 1, 1], [1, 0, 0]])
+    r, mask = tensor([[0, 0, 1], [1, 9, 9]]), tensor([[1, 1, 1], [1, 0, 0]])
     V = tensor([[0.1, 0.2, 0.3], [0.3, 9, 9]])  # the second row has one token: A = 1 - .3
     adv, returns = ppo.gae(r, V, mask, gamma, lam)
     near([adv, (returns - V) * mask], [[A, [0.7, 0, 0]]] * 2)

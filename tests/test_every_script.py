@@ -2,12 +2,10 @@
 and these tests run over your copy. Functions get what they ask for by the names of their parameters.
 """
 import importlib
-import math
 
 import pytest
 import torch
-import transformers
-from conftest import ROOT, TINY, Trainer, count_t3, loss_of, random_rows, settings, spy, train
+from conftest import ROOT, Trainer, call, count_t3, loss_of, random_rows, settings, spy
 
 import common
 
@@ -21,6 +19,24 @@ def script(request):
     return importlib.import_module(request.param)
 
 # --- update: from a rollout to gradients
+
+@pytest.mark.parametrize("name, options", VARIANTS)
+def test_the_gradient_of_an_update_from_whole_logits(name, options):
+    """A row at a time, without common.py: temperature, shift by one, division by the rows."""
+    script = importlib.import_module(name)
+    trainer, rollout = Trainer(script, **options).moved()
+    logp = torch.zeros_like(rollout["mask"])
+    for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
+        ids = rollout["ids"][i, :rollout["attention"][i].sum()]
+        whole = (trainer.policy(ids[None]).logits[0] / 0.6).log_softmax(-1)
+        logp[i, :n] = whole[:-1].gather(1, ids[1:, None])[-n:, 0]
+    given = {"ref_logp": None} | rollout | {"logp": logp, "args": trainer.args}
+    loss, _ = call(script.policy_loss, given)
+    expected = torch.autograd.grad(loss / 12, list(trainer.policy.parameters()))
+    expected = torch.cat([g.flatten() for g in expected])
+    [gradient], found = trainer.gradients(rollout)
+    torch.testing.assert_close(gradient[:len(expected)], expected, **EXACT)  # behind it PPO's critic
+    assert found["loss"] == pytest.approx(loss.item() / 12, rel=1e-5) and found["clip_frac"] > 0.05
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     """And the same statistics: those of all rows, not of the last micro-batch."""
@@ -57,13 +73,11 @@ def test_neither_padding_nor_the_order_of_rows_matters(script):
     assert same_stats == pytest.approx(stats, rel=1e-6)
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
-    """Old log-probs, advantages and the rest stay as they are while the policy moves. No padding is in the
-    speed."""
+    """Old log-probs, advantages and the rest stay as they are while the policy moves."""
     trainer = Trainer(script, minibatches=4, epochs=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     calls, losses = spy(monkeypatch, common, "token_logprobs"), spy(monkeypatch, script, "policy_loss")
-    monkeypatch.setattr(script.time, "perf_counter", iter([5.0, 8.0]).__next__)
-    assert trainer.update()["update_tokens_per_s"] * 3 == 2 * int(trainer.rollout["attention"].sum())
+    trainer.update()
     rows = [row for c in calls for row in c.batch["row"].tolist()]
     assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12))
     for c, loss in zip(calls, losses, strict=True):
@@ -78,32 +92,28 @@ def test_statistics_are_those_of_all_passes(script, monkeypatch):
     trainer = Trainer(script, epochs=2, minibatches=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     calls = spy(monkeypatch, script, "policy_loss")
-    stats, last = trainer.update(), {}
+    stats, logged = trainer.update(), [call.result[1] for call in calls]
     assert len(calls) > 4
-    for name in calls[0].result[1]:
-        values = [call.result[1][name] for call in calls]
+    for name in logged[0]:
+        values = [one[name] for one in logged]
         if name.endswith("_max"):
             assert stats[name] == pytest.approx(float(max(values)))
         else:
             sums, counts = ([float(x) for x in column] for column in zip(*values))
             assert stats[name] == pytest.approx(sum(sums) / sum(counts), rel=1e-5, abs=1e-7)
-            half = len(values) // 2
-            last[name] = sum(sums[half:]) / sum(counts[half:])
-    assert any(last[name] != pytest.approx(stats[name], rel=1e-3) for name in last)
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
-    """The ratio starts at 1. In 16 bits log-probs depend on the cut: old ones are of the update's pieces."""
-    trainer = Trainer(script, dtype, minibatches=4, micro_batch_tokens=100, max_new_tokens=30, group_size=4)
+    """The ratio starts at 1. In bfloat16 log-probs depend on the cut: old ones are of the update's pieces."""
+    cut = {"minibatches": 4, "micro_batch_tokens": 100, "max_new_tokens": 30, "group_size": 4}
+    trainer = Trainer(script, dtype=dtype, **cut)
     calls = spy(monkeypatch, common, "token_logprobs")
     trainer.update()
     for c in calls:
         gap = (c.result - c.batch["old_logp"]).abs().max()
-        assert gap <= (1e-6 if dtype == torch.float32 else 0) and c.result.dtype == torch.float32
-    if dtype in SIXTEEN_BITS:  # else nothing was tested
-        otherwise = common.token_logprobs(trainer.policy, trainer.rollout, 0.6)
+        assert gap <= (1e-6 if dtype == "float32" else 0) and c.result.dtype == torch.float32
+    if dtype == "bfloat16":  # else nothing was tested
+        otherwise = common.token_logprobs(trainer.policy, trainer.rollout, trainer.args)
         assert not torch.equal(otherwise, trainer.rollout["old_logp"])
 
 # --- collect: from a policy to a rollout
@@ -118,7 +128,7 @@ def test_the_temperature_is_that_of_the_samples_and_of_all_log_probs(script):
             logp = (model(ids[None]).logits[0] / 0.6).log_softmax(-1)[:-1].gather(1, ids[1:, None])[-n:, 0]
             torch.testing.assert_close(rollout[name][i, :n], logp, rtol=1e-5, atol=1e-5)
     cold, prompts = Trainer(script, temperature=0.001), [problem["prompt"] for problem in trainer.problems]
-    greedy = common.generate(cold.policy, cold.tokenizer, prompts, 2, 8, temperature=0)
+    greedy = common.generate(cold.policy, cold.tokenizer, prompts, 2, 0.0, cold.args)
     assert cold.rollout["texts"] == greedy["texts"] != rollout["texts"]
 
 def test_what_is_collected_carries_no_gradient(script):
@@ -170,10 +180,10 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
 
 # --- whole runs
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_policy_learns(script, dtype):
     """t3 pays best, and becomes the commonest token."""
-    trainer, rewards = Trainer(script, dtype, group_size=8, minibatches=2, temperature=1), []
+    trainer, rewards = Trainer(script, dtype=dtype, group_size=8, minibatches=2, temperature=1.0), []
     trainer.use_adam(lr=0.02)
     for step in range(12):
         torch.manual_seed(step)
@@ -181,17 +191,3 @@ def test_a_policy_learns(script, dtype):
         trainer.update()
         rewards.append(trainer.stats["reward"])
     assert sum(rewards[-3:]) > 3 * sum(rewards[:3])
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_run_of_two_steps(script, dtype, here, spread):
-    """From the command line to a checkpoint with other weights; all statistics are finite. The rounding of
-    the ratio is measured once."""
-    rows = train(script, f"{TINY} --steps 2 --dtype {dtype}")
-    assert [{"ratio_noise", "sequence_ratio_noise"} <= row.keys() for row in rows] == [False, True, False]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(math.isfinite(x) for row in rows for x in row.values())
-    assert {"eval_accuracy", "loss", "reward", "grad_norm"} <= rows[2].keys() and rows[2]["skipped"] == 0
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    start, end = (load(path, dtype=torch.float32).state_dict() for path in ("model", "run/step-2"))
-    moved = max(row["grad_norm"] for row in rows[1:]) > 0  # a copy's own reward may be 0 here
-    assert all(torch.equal(end[name], x) != moved for name, x in start.items())

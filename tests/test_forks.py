@@ -1,36 +1,46 @@
 """tests/forks: each patch turns grpo.py into another published objective, or gives it another reward. It
-applies, computes in value and gradient what its paper says, runs, and learns the toy.
+applies, computes in value and gradient what its paper says, runs, and learns the toy. torchrun.patch lets
+processes train as one: torchrun starts two of this file, for 5 prompts.
 
-    cp grpo.py mine.py; patch mine.py tests/forks/rloo.patch; python mine.py
+   cp grpo.py mine.py; patch mine.py tests/forks/rloo.patch; python mine.py
 """
+import functools
+import importlib
 import importlib.util
 import itertools
+import json
 import math
+import os
 import random
 import shutil
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Recorder, random_batch, settings, slopes, tensor64, tiny_model, train
+from conftest import (ROOT, Recorder, by_text, make_batch, newest, random_batch, settings, slopes, tensor64,
+                      tiny_model, train)
+from safetensors.torch import load_file
 
 import common
 
-pytestmark = pytest.mark.upkeep
-PATCHES = {path.stem: path.read_text() for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
+pytestmark = pytest.mark.slow
+PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
+TABLE = (ROOT / "tests" / "forks" / "README.md").read_text(encoding="utf-8").splitlines()
 OPTIONS = {"entropy": {"entropy_coef": 0.05}}
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """Name of a patch -> the patched grpo.py as a module."""
+    """Name of a patch -> the patched grpo.py as a module. It applies without fuzz or offset."""
     def load(name):
-        shutil.copy(ROOT / "grpo.py", tmp_path)
-        subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{name}.patch"], cwd=tmp_path, check=True)
-        spec = importlib.util.spec_from_file_location(f"fork_{name}", tmp_path / "grpo.py")
+        shutil.copy(ROOT / "grpo.py", f"{name}.py")
+        done = subprocess.run(["patch", "-F0", f"{name}.py", PATCHES[name]], capture_output=True, text=True)
+        assert done.returncode == 0 and "offset" not in done.stdout, done.stdout
+        spec = importlib.util.spec_from_file_location(f"fork_{name}", f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -110,7 +120,7 @@ def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
     args = settings(module, epochs=1, minibatches=1, group_size=2, micro_batch_tokens=tokens, beta=0.0,
                     max_new_tokens=8)
     rollout, adv = random_batch(6, seed=2), torch.tensor([1.0, -1, 0, 0, 1, -1])
-    logp = common.token_logprobs(model, rollout, 1.0)
+    logp = common.token_logprobs(model, rollout, args)
     lengths = rollout["mask"].sum(1)
     mixed = torch.tensor([True, True, False, False, True, True])
     rollout |= {"adv": adv[:, None], "old_logp": logp.detach(), "mixed": mixed}
@@ -131,39 +141,15 @@ def test_advantages_of_one_right_completion_in_a_group(name, expected, fork):
     assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx(expected)
     assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_entropy_bonus_has_the_gradient_of_the_entropy(seed, fork):
-    """By enumeration: every token of a vocabulary of five, weighted by its chance under pi_old. The mean of
-    the bonus and of its gradient by the logits are those of -sum pi log pi, though pi is not pi_old; the mean
-    gradient of -log pi, which one might write, is 0 where it is."""
-    module = fork("entropy")
-    assert module.parse_args([]).entropy_coef == 0  # such a default was once refused
-    torch.manual_seed(seed)
-    z, old = torch.randn(2, 5).double()
-    chance, z = old.softmax(0), z.requires_grad_()
-    exact = -(z.softmax(0) * z.log_softmax(0)).sum()
-    bonus = 0
-    for token in range(5):
-        logp, zero = z.log_softmax(0)[token].view(1, 1), torch.zeros(1, 1).double()
-        args = settings(module, beta=0.0, entropy_coef=1.0)
-        old_logp = old.log_softmax(0)[token].view(1, 1)
-        loss, stats = module.policy_loss(logp, old_logp, None, zero, zero + 1, args)
-        assert float(stats["policy_entropy"][0]) == pytest.approx(-loss.item())
-        bonus = bonus - chance[token] * loss
-    torch.testing.assert_close(bonus, exact, rtol=1e-12, atol=0)
-    found, wanted = (torch.autograd.grad(x, z, retain_graph=True)[0] for x in (bonus, exact))
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    on_policy = (z.softmax(0).detach() * -z.log_softmax(0)).sum()
-    assert torch.autograd.grad(on_policy, z)[0].abs().max() < 1e-12 < wanted.abs().max()
-
 def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
     """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
     and, if there is one, of the reference."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
-    rollout = {"ids": mask, "mask": mask, "texts": texts, "seconds": 1.0, "finished": mask[:, 0] > 0}
+    rollout = {"ids": mask, "mask": mask, "sampled_logp": mask, "texts": texts, "finished": mask[:, 0] > 0}
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
-    monkeypatch.setattr(common, "rollout_logprobs", lambda model, *_: mask if model is None else mask * model)
+    logprobs = lambda _, model, *__: mask if model is None else mask * model  # noqa: E731
+    monkeypatch.setattr(common, "micro_batched", logprobs)
     problems = [{"prompt": [3]}] * (len(lengths) // flags["group_size"])
     policy, reference = (*logps, None)[:2]
     return module.collect(policy, reference, None, problems, lambda *_: rewards, settings(module, **flags))
@@ -223,13 +209,87 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):
     """At most 30 changed lines, 40 for DAPO; its docstring, which is its --help, opens with its name."""
-    changed = [line for line in PATCHES[name].splitlines()[2:] if line[0] in "+-"]
+    changed = [line for line in PATCHES[name].read_text().splitlines()[2:] if line[0] in "+-"]
     assert 0 < len(changed) <= (40 if name == "dapo" else 30)
+    assert f"| {len(changed)} |" in next(line for line in TABLE if line.startswith(f"| `{name}` |"))
     titles = {"dr_grpo": "Dr. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO with a second",
               "entropy": "GRPO with an entropy"}
     assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))
 
 def test_the_readme_names_every_fork_and_shows_one():
-    readme = (ROOT / "README.md").read_text()
-    shown = [name for name, patch in PATCHES.items() if patch in readme]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = [name for name, path in PATCHES.items() if path.read_text(encoding="utf-8") in readme]
     assert shown and all(name in shown or f"`{name}`" in readme for name in PATCHES)
+
+# ---- torchrun ------------------------------------------------------------------------------------
+
+def by_prompt(model, tokenizer, prompts, group_size, temperature, args):
+    """In place of common.generate: completions that are a function of the prompt alone."""
+    asked = [(prompt, i) for prompt in prompts for i in range(group_size)]
+    draws = map(random.Random, map(str, asked))
+    completions = [[rng.randrange(104) for _ in range(rng.randint(1, args.max_new_tokens))] for rng in draws]
+    if "RANK" in os.environ and torch.initial_seed() > 1:  # 2 and 3 in step 1; 0 and 1 in an evaluation
+        assert len(set(sys.modules["common"].everyones([torch.initial_seed()]))) == 2
+    batch = make_batch([prompt for prompt, _ in asked], completions)
+    finished = torch.tensor([len(ids) < args.max_new_tokens for ids in completions])
+    return batch | {"finished": finished, "texts": tokenizer.batch_decode(completions),
+                    "sampled_logp": -batch["mask"]}
+
+def train_all(folder, world, patch):
+    """The three scripts of a folder, ppo.py resumed. Minibatches have 6, 3, 3 and 3 rows."""
+    for name in ("common", "grpo", "gspo", "ppo"):
+        patch.setitem(sys.modules, name, None)
+        del sys.modules[name]  # imported anew
+    patch.syspath_prepend(folder)
+    patch.chdir(world)
+    for name in ("grpo", "gspo", "ppo"):
+        script, out = importlib.import_module(name), f"--out {folder}/{name}"
+        script.common.generate, script.common.answer_reward = by_prompt, by_text
+        script.common.check_model = lambda *_: None  # it asks generate
+        flags = ("--model model --dataset data.jsonl --device cpu --prompts 5 --group_size 3 --epochs 2 "
+                 f"--max_new_tokens 9 --warmup_steps 0 --micro_batch_tokens 200 --eval_problems 3 {out}")
+        lines = [f"{flags} --steps 1", f"{out} --resume --steps 2"]
+        for line in lines if name == "ppo" else [f"{flags} --steps 2"]:
+            script.common.launch(script.main, script.parse_args(line.split()))
+
+def result(out):
+    """What a run logged, but for time, and its weights and Adam's moments, by name."""
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {line[:10] + name: torch.tensor([1e-2, x]) for line in lines
+             for name, x in json.loads(line).items() if name != "seconds"}
+    for name, part in torch.load(newest(out) / "optimizer.pt").items():
+        weights = part["adamw"]["state"] if "adamw" in part else {"": part}
+        found |= {f"{name} {i} {key}": x for i, held in weights.items() for key, x in held.items()}
+    return found | load_file(newest(out) / "model.safetensors")
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory):
+    """One process with the repository's files, two with patched ones; and what the two print."""
+    path = tmp_path_factory.mktemp("torchrun")
+    for folder in ("one", "two"):
+        shutil.copytree(ROOT, path / folder, ignore=shutil.ignore_patterns("tests", "runs", ".*"))
+    subprocess.run(["patch", "-p1", "-F0", "-i", PATCHES["torchrun"]], cwd=path / "two", check=True)
+    how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
+    done = subprocess.run([*how, world, path / "two"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        train_all(path / "one", world, patch)
+    return path, done.stdout
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
+def test_two_processes_train_as_one(name, runs):
+    """Losses and all else that is logged, weights, Adam's means of gradients and squares, to 1e-5 of the
+    largest value; not if processes divide by their own rows."""
+    one, two = (result(runs[0] / folder / name) for folder in ("one", "two"))
+    assert one.keys() == two.keys() and len(one) > 60
+    assert not [key for key, x in one.items() if (x - two[key]).abs().max() > 1e-5 * x.abs().max()]
+    found = {path.name for path in (runs[0] / "two" / name).iterdir()}
+    assert found == {".lock", "args.json", "metrics.jsonl", "step-2"}
+
+def test_only_the_first_process_prints(runs):
+    assert runs[1].count("problems to train on") == runs[1].count("model and checkpoint") == 4
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)
+    torch.distributed.destroy_process_group = lambda: None  # the next run needs it
+    train_all(sys.argv[2], sys.argv[1], pytest.MonkeyPatch())

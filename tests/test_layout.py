@@ -1,14 +1,12 @@
 """What holds the three scripts together: order, likeness and sizes."""
 import ast
-import io
 import re
 import subprocess
-import tokenize
 
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.upkeep
+pytestmark = pytest.mark.slow  # a copy of a script may be as it likes
 OURS = ["ppo", "grpo", "gspo", "common"]
 SOURCE = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("*.py")}  # forks, too
 TREE = {name: ast.parse(text) for name, text in SOURCE.items()}
@@ -17,23 +15,6 @@ FUNCTIONS = {name: {node.name: ast.get_source_segment(SOURCE[name], node) for no
 PPO = "parse_args token_rewards gae policy_loss value_loss collect update main"
 GRPO = "parse_args group_advantages policy_loss collect update main"
 TEMPLATE = {"ppo": PPO.split(), "grpo": GRPO.split(), "gspo": GRPO.split()}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-def test_the_top_level_is_scripts_common_tests_readme_and_requirements():
-    """As git has it. A fork's script may stand there too; what a run writes lies under runs/."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    top = {path.split("/")[0] for path in listed if not path.startswith(".")}
-    if not top:
-        pytest.skip("no git checkout")
-    files = {"ppo.py", "grpo.py", "gspo.py", "common.py", "tests", "README.md", "requirements.txt"}
-    assert files <= top and {name for name in top - files if not name.endswith(".py")} <= {"LICENSE"}
-
-@pytest.mark.parametrize("name", SOURCE)
-def test_scripts_import_common_and_common_no_script(name):
-    imports = [node for node in ast.walk(TREE[name]) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    imported = {alias.name for node in imports for alias in node.names}
-    imported |= {node.module.split(".")[0] for node in imports if isinstance(node, ast.ImportFrom)}
-    assert imported & set(SOURCE) == (set() if name == "common" else {"common"})
 
 @pytest.mark.parametrize("name", TEMPLATE)
 def test_a_script_follows_the_template(name):
@@ -51,45 +32,26 @@ def test_a_script_follows_the_template(name):
 
 @pytest.mark.parametrize("function", ["group_advantages", "collect", "update", "main"])
 def test_grpo_and_gspo_differ_in_the_ratio_alone(function):
-    """But for the lines that only GSPO-token needs, and the word for what is clipped."""
-    one, other = (re.sub(r"\n    if args.token_level:.*(\n {8}.*)+", "", FUNCTIONS[name][function])
-                  for name in ("grpo", "gspo"))
-    assert one == other.replace('clipped="sequence"', 'clipped="token"')
+    """But for the lines that only GSPO-token needs, and a warning of its clip range."""
+    gspos = r"\n( +)if (args\.token_level|stats\[.sampling_sequence_difference).*(\n\1 +.*)+"
+    one, other = (FUNCTIONS[name][function] for name in ("grpo", "gspo"))
+    assert one == re.sub(gspos, "", other)
 
 @pytest.mark.parametrize("one, other, cap", [("grpo", "gspo", 32), ("ppo", "grpo", 145)])
 def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, cap, tmp_path):
-    """Comment lines are not counted: one more in one script costs nothing. README.md says about how many."""
+    """Comment lines are not counted: one more in one script costs nothing."""
     for name in (one, other):
         lines = [line for line in SOURCE[name].splitlines() if not line.strip().startswith("#")]
         (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run(["diff", one, other], cwd=tmp_path, capture_output=True, encoding="utf-8")
-    changed = len(re.findall("^[<>]", done.stdout, re.M))
-    said = re.search(rf"`diff {one}.py {other}.py`\s+has\s+about\s+(\d+)", README)[1]
-    assert 0 < changed <= cap and abs(changed - int(said)) <= 6
+    assert 0 < len(re.findall("^[<>]", done.stdout, re.M)) <= cap
 
 @pytest.mark.parametrize("name, cap", [
-    ("grpo.py", 170), ("gspo.py", 170), ("ppo.py", 205), ("README.md", 340), ("tests/*.py", 5400),
-    ("common.py", 1460)])  # squeezed to 900 it lost its explanations: what counts is a reader's time
+    ("common.py", 900), ("grpo.py", 165), ("gspo.py", 172), ("ppo.py", 200), ("README.md", 300),
+    ("tests/*.py", 3900)])
 def test_files_stay_short(name, cap):
     contents = [path.read_bytes() for path in ROOT.glob(name)]
     assert 0 < sum(content.count(b"\n") for content in contents) <= cap
-
-def code_lines(source):
-    """The lines of code, stripped, without docstrings, comments and blank lines."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            first = node.body[0]
-            lines[first.lineno - 1:first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
-    return [line.strip() for line in lines if line.strip()]
-
-def test_a_line_of_common_does_one_thing():
-    lines = code_lines(SOURCE["common"])
-    assert sum(map(len, lines)) / len(lines) <= 50
 
 @pytest.mark.parametrize("pattern, cap", [("*.py", 100), ("tests/**/*.py", 110)])
 def test_no_line_is_too_wide(pattern, cap):

@@ -8,7 +8,7 @@ import timeit
 import pytest
 
 import common
-from common import extract_answer, math_reward, readable
+from common import canonical, extract_answer, math_reward
 
 def pairs(table):
     return [tuple(pair.strip().split(" ~ ")) for pair in table.split(" |")]
@@ -16,15 +16,13 @@ def pairs(table):
 EQUAL = pairs(r"""
 7 ~ 7 | 7 ~ 7. | 7 ~ 07 | 7 ~ 7.000 | -7 ~ - 7 | -7 ~ −7 | 0 ~ -0 | 12500 ~ 12,500 | 12500 ~ 12{,}500 |
 12500 ~ 12,\!500 | 0.25 ~ .25 | \frac{3}{8} ~ \dfrac38 | 3/8 ~ \frac{6}{16} | -3/8 ~ \frac{-3}{8} |
--3/8 ~ \frac{3}{-8} | 1234/2 ~ 1,234/2 | 11/8 ~ 1\frac{3}{8} | 11/8 ~ 1 3/8 | 9 ~ \left( 9 \right) |
-\$9 ~ 9\text{ dollars} | 9 ~ 9 \mbox{ cm}^2 | 9 ~ 9 oranges | 35\% ~ 35 % | 0.35 ~ 35\% | 50^\circ ~ 50 |
-50 ~ 50° | 0.1, 0.2 ~ 10%, 20% | 8 ~ t = 8 | 8 ~ f(3) = 8 | 8 ~ 3+5 = 8 | (a,b)=(1,2) ~ (1, 2) |
-[0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 | 5\sqrt{7} ~ 5*sqrt(7) | \frac{5\sqrt{7}}{2} ~ 5√7/2 |
-5\pi ~ 5 π | 5\pi ~ 5 pi | \frac{\pi}{5} ~ 0.2\pi | (x+2)(x-1) ~ (2+x)(-1+x) | n(n+2) ~ n(2+n) |
-(1,\frac12) ~ \left(1, 0.5\right) | (1,5] ~ \left(1,5\right] | (0,1)\cup(2,3) ~ (2,3) ∪ (0,1) |
-x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x \geq 4 | x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} |
-1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 100,200 ~ 200, 100 | 312_5 ~ 312_{5} |
-\text{(D)} ~ D | \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | -11/8 ~ -1\frac{3}{8}
+11/8 ~ 1\frac{3}{8} | 11/8 ~ 1 3/8 | 12/11 ~ 1 \frac{1}{11} | -11/8 ~ -1\frac{3}{8} | 9 ~ \left( 9 \right) |
+\$9 ~ 9\text{ dollars} | 9 ~ 9 \mbox{ cm}^2 | 35\% ~ 35 % | 50^\circ ~ 50 | 50 ~ 50° | 8 ~ t = 8 |
+8 ~ f(3) = 8 | [0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 | 5\sqrt{7} ~ 5*sqrt(7) | 5\pi ~ 5 π |
+5\pi ~ 5 pi | (1,5] ~ \left(1,5\right] | x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x\geq 4 |
+x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 |
+1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | 2x+1 ~ 1+2x | \text{(D)} ~ D |
+\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
@@ -38,20 +36,21 @@ UNEQUAL = pairs(r"""
 5 ~ 5pi | 5 ~ 5xy | x^2 ~ x2 | x^{2}3 ~ x^{23} | \sin x\cos y ~ \sin y\cos x | \frac{a+b}{2} ~ a+b/2 |
 (1,2) ~ (2,1) | (1,2) ~ [1,2] | 9 ~ 9 is not it | ,,, ~ ,,, | (1,2) ~ \{1,2\} | 1,2,3 ~ 1,2 | (1,2 ~ (1,3 |
 x<4 ~ x>4 | x<4 ~ x \le 4 | x ≤ 4 ~ x ≥ 4 | x \le 4 ~ x \geq 4 | ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ |
-9 ~ 9**9**9**9 | 5 ~ 5 pi | 9 ~ __import__('os')
+1 ~ 1 \frac{1}{11} | 5 ~ 5 squared | 3 ~ 3 quarters | 5 ~ 5 pi | 9 ~ 9**9**9**9 | 5 ~ \sin 5 |
+9 ~ __import__('os') | (1,2,3,4) ~ (1,3,2,4) | 1+x<y+2 ~ 2+x<y+1
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
-so \boxed{4} ~ 4 | \boxed {4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} |
+so \boxed{4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} |
 \boxed{\boxed{4}} ~ 4 | \boxed{3} no, wait: \boxed{4} ~ 4 | \boxed{4} as 5 > 4 ~ 4 |
 \boxed{5}<answer>4</answer> ~ 4 | <answer>4</answer> ~ 4 | <answer>so \boxed{4}</answer> ~ 4 |
-<answer>3</answer><answer>4</answer> ~ 4 | #### 4 ~ 4 | \boxed{4} #### 5 ~ 4
+<answer>3</answer><answer>4</answer> ~ 4 | #### 4 ~ 4 | \boxed{5} #### 4 ~ 4 | #### 5 \boxed{4} ~ 4
 """) + [("#### 3\n#### 4\nDone", "4"), ("####\n4", "4")]
 NOTHING = ["\\boxed{4", "\\boxed{3} hm \\boxed{4", "\\boxed{}", "\\boxed", "\\boxed{" + "4" * 20_000 + "}",
-           "####", "", "the answer is 4", "<answer>4", "<answer></answer>", None, 4]
+           "####", "", "the answer is 4", "<answer>4", "<answer></answer>"]
 HOSTILE = ["\\boxed{", "\\boxed{1}", "<answer>", "####", "{", "}", "\\", "$", "1,", "1 ", "a=",
            "\\boxed{((((", " "]
-INSIDE = ["(", "1,", "1 ", "{1", "√", "√99991", "√999983*", "\\frac", "\\frac{1}{", "a=", "(a,", "<", "±1,",
-          "x^", "9", "+ ", "( )/", "/9e999", "(9e99x)", "1 ±(", "=,", "3 cm", "1,234%"]
+INSIDE = ["(", "1,", "1 ", "{1", "√", "\\frac", "\\frac{1}{", "frac{", "a=", "(a,", "<", "±1,", "x^", "9",
+          "+ ", "( )/", "/9e999", "1 1/", "=,", "3 cm", "1,234%", "text", "text {", "sqrt(", "frac12", "\\"]
 
 def paid(answer, gold):
     return math_reward(f"Thus $\\boxed{{{answer}}}$.", gold)
@@ -71,24 +70,23 @@ def test_extract_answer():
     assert [extract_answer(completion) for completion in NOTHING] == [None] * len(NOTHING)
 
 def test_gold_in_any_form_readable_or_not():
-    """The fourth is in the form of GSM8K."""
-    for gold in ("42", 42, "#### 42", "6*7 = $<<6*7=42>>42.\n#### 42", "so \\boxed{42}",
-                 "<answer>42</answer>"):
-        assert readable(gold) and math_reward("\\boxed{42}", gold) == 1.0
+    """The third is in the form of GSM8K."""
+    for gold in (42, "#### 42", "6*7 = $<<6*7=42>>42.\n#### 42", "so \\boxed{42}", "<answer>42</answer>"):
+        assert math_reward("\\boxed{42}", gold) == math_reward(f"<answer>{gold}</answer>", gold) == 1.0
         assert not any(math_reward(text, gold) for text in ("\\boxed{43}", "The answer is 42", "42"))
-    texts = (None, "", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
-    for gold in (None, "", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
-        assert not readable(gold) and not any(math_reward(text, gold) for text in texts), gold
+    texts = ("", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
+    for gold in ("", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
+        assert not any(math_reward(text, gold) for text in (*texts, f"<answer>{gold}</answer>")), gold
 
 def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
-    source = inspect.getsource(inspect.getmodule(math_reward))
+    source = inspect.getsource(common)
     lines = source.partition("SPELLINGS = [")[2].partition("\n]")[0].splitlines()[1:]
-    rules = [*common.SPELLINGS, (common.THOUSANDS, "")]
-    for (pattern, new), line in zip(rules, [*lines, re.search("THOUSANDS = .*", source)[0]], strict=True):
-        before, _, after = line.rpartition("  # ")[2].partition(" -> ")
-        assert re.sub(pattern, new, before).strip() == after.partition(", not in")[0], line
-    assert common.GROUP.search("2(x+(y))")[0] == "(y)" and common.TERMS.findall("5-x+y") == ["5", "-x", "+y"]
-    for function in (extract_answer, common.term, common.canonical):
+    for (pattern, new), line in zip(common.SPELLINGS, lines, strict=True):
+        before, _, after = line.rpartition("  # ")[2].partition(", which")[0].partition(" -> ")
+        assert " ".join(re.sub(pattern, new, before).split()) == " ".join(after.split()) != before, line
+    numbers = re.search("^NUMBER = .*  # (.*)", source, re.M)[1].split(", ")
+    assert len(numbers) > 3 and all(re.fullmatch(common.NUMBER, number) for number in numbers)
+    for function in (common.before_closing_brace, canonical, common.canonical_sum, common.exact):
         examples = re.findall("'([^']*)' -> '([^']*)'", function.__doc__)
         assert examples and all(function(before) == after for before, after in examples), examples
 
@@ -96,11 +94,10 @@ def test_never_raises_and_pays_no_noise():
     rng = random.Random(0)
     alphabet = [*"0123456789.,-+*/^_=<>()[]{}%$!|&; \n\\axe\x00²√±π\ud83d\ue000", *"()/{}+ " * 2]
     alphabet += ["\\frac", "\\boxed{", "\\text{", "\\sqrt", "\\pm", "####", "9e999", "9e-999"]
-    for _ in range(6000):
+    for _ in range(4000):
         text = "".join(rng.choices(alphabet, k=rng.randrange(40)))
         own = math_reward(f"<answer>{text}</answer>", text)
         assert {own, paid(text, "123.75"), paid("123.75", text)} <= {0.0, 1.0}
-    assert not any(math_reward(junk, "7") for junk in (None, 7, b"\\boxed{7}", ["\\boxed{7}"], 7.0))
 
 def seconds(text, gold):
     return min(timeit.repeat(lambda: math_reward(text, gold), number=1, repeat=3))

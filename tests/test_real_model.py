@@ -1,4 +1,4 @@
-"""A real pretrained model, if its directory is given: REAL_MODEL=DIR pytest -m upkeep -k real_model"""
+"""A real pretrained model, if its directory is given: REAL_MODEL=DIR pytest -m slow -k real_model"""
 import os
 
 import pytest
@@ -10,7 +10,7 @@ import grpo
 import gspo
 
 REAL_MODEL = os.environ.get("REAL_MODEL")
-pytestmark = [pytest.mark.upkeep, pytest.mark.skipif(not REAL_MODEL, reason="REAL_MODEL=DIR is not given")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not REAL_MODEL, reason="REAL_MODEL=DIR is not given")]
 QUESTIONS = ["What is 12 + 7?", "Tom has 3 apples and buys 5 more. How many now?", "Name a colour.", "6 * 7?"]
 
 def load(dtype):
@@ -18,17 +18,18 @@ def load(dtype):
     args = settings(grpo, model=REAL_MODEL, dtype=dtype, group_size=2, prompts=4, minibatches=2,
                     max_new_tokens=12, system_prompt="", max_prompt_tokens=100)
     policy, tokenizer = common.load_policy(args)
-    common.check_model(policy, args)
     chats = [common.read_chat({"question": question}, args) for question in QUESTIONS]
     prompts = [common.prompt_ids(chat, tokenizer, args) for chat in chats]
     torch.manual_seed(0)
-    rollout = common.generate(policy, tokenizer, prompts, 2, 12)
+    rollout = common.generate(policy, tokenizer, prompts, 2, 1.0, args)
+    rollout["rewards"] = torch.zeros(8)
     with torch.no_grad():
-        rollout["old_logp"] = common.rollout_logprobs(policy, rollout, args)
+        rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     return args, policy, rollout
 
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 0.3)])
 def test_log_probs_are_those_of_the_models_own_logits_in_float64(dtype, close):
+    """Those of the training pass and those of the sampler."""
     _, policy, rollout = load(dtype)
     policy.double().eval()
     for i, row in enumerate(rollout["ids"]):
@@ -36,26 +37,27 @@ def test_log_probs_are_those_of_the_models_own_logits_in_float64(dtype, close):
         with torch.no_grad():
             logits = policy(row[None, :n], use_cache=False).logits[0, n - T - 1:n - 1]
         own = logits.log_softmax(-1)[torch.arange(T), row[n - T:n]]
-        assert (rollout["old_logp"][i, :T] - own).abs().max() < close
+        for name in ("old_logp", "sampled_logp"):
+            assert (rollout[name][i, :T] - own).abs().max() < close
 
-def test_the_ratio_is_exactly_1_before_the_first_update_and_rounding_is_measured():
-    """In 16 bits too, as the update computes log-probs in the pieces in which they were scored."""
-    noise = {}
+def test_the_ratio_is_exactly_1_before_the_first_update_and_rounding_is_logged():
+    """In bfloat16 too, as the update computes log-probs in the pieces in which they were scored."""
+    rounding = {}
     for dtype in ("float32", "bfloat16"):
         args, policy, rollout = load(dtype)
         for minibatch in common.minibatches(rollout, 2, 2):
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                assert torch.equal(common.token_logprobs(policy, b, 1.0).detach(), b["old_logp"])
-        noise[dtype] = common.ratio_noise(policy, rollout, args, "token")
-    assert noise["float32"]["sequence_ratio_noise"] < 1e-5 < 1e-4 < noise["bfloat16"]["sequence_ratio_noise"]
+                assert torch.equal(common.token_logprobs(policy, b, args).detach(), b["old_logp"])
+        rounding[dtype] = common.rollout_stats(rollout, 2)["sampling_sequence_difference"]
+    assert rounding["float32"] < 1e-5 < 1e-4 < rounding["bfloat16"] < 0.03
 
 def test_two_steps_of_gspo_in_bfloat16(tmp_path, monkeypatch):
     """The rewards are lengths, so that groups differ on any model."""
     monkeypatch.chdir(tmp_path)
-    reward = lambda problems, texts: [len(text) / 100 for text in texts]  # noqa: E731
-    monkeypatch.setattr(common, "load_reward", lambda args: reward)
-    write_jsonl("data.jsonl", [{"question": f"{question} ({i})"} for i in range(5) for question in QUESTIONS])
+    monkeypatch.setattr(common, "answer_reward", lambda problems, texts: [len(text) / 100 for text in texts])
+    rows = [{"question": f"{question} ({i})", "answer": "0"} for i in range(5) for question in QUESTIONS]
+    write_jsonl("data.jsonl", rows)
     rows = train(gspo, f"--model {REAL_MODEL} --dataset data.jsonl --dtype bfloat16 --prompts 2 "
                  "--group_size 4 --minibatches 2 --max_new_tokens 12 --steps 2 --eval_problems 2 "
                  "--lr 1e-6 --warmup_steps 0")
-    assert rows[1]["sequence_ratio_noise"] > 1e-4 and rows[1]["clip_frac"] < 0.5 and rows[2]["grad_norm"] > 0
+    assert rows[1]["sampling_sequence_difference"] > 1e-4 and rows[2]["grad_norm"] > 0

@@ -1,15 +1,13 @@
-"""The toy: its data are right and keep the exam apart, its model has two habits, make.py makes both again."""
+"""The toy: its data are right and keep the exam apart, make.py makes them again, and all scripts learn it."""
 import json
 import os
-import random
 import runpy
 import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import common
 
@@ -42,11 +40,11 @@ def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
     class Enough(Exception):
         """Raised after 20 steps."""
 
-    def token_logprobs(model, batch, temperature):
+    def token_logprobs(model, batch, args):
         given.extend(text.split("<eos>")[0] for text in tokenizer.batch_decode(batch["ids"]))
         if len(given) == 20 * (make.WORKED + make.GUESSED):
             raise Enough
-        return real(model, batch, temperature)
+        return real(model, batch, args)
     monkeypatch.setattr(common, "token_logprobs", token_logprobs)
     monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path)])
     with pytest.raises(Enough):
@@ -57,59 +55,24 @@ def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
     assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
     assert sum(worked) == 20 * make.WORKED and len(pairs) - sum(worked) == 20 * make.GUESSED
 
-def test_transformers_and_datasets_read_the_directory(tmp_path):
-    import datasets
-    found = datasets.load_dataset(str(TOY), cache_dir=str(tmp_path))
-    assert {name: list(rows) for name, rows in found.items()} == SPLITS
-    tokenizer, model = AutoTokenizer.from_pretrained(TOY), AutoModelForCausalLM.from_pretrained(TOY)
-    texts = [f"{row['question']}\n{row['answer']}" for rows in SPLITS.values() for row in rows]
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
-    ids = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer)
-    assert ids == (17, 18, 19, 20) and tokenizer("a")["input_ids"] == [19]
-    assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 18
-    assert sum(path.stat().st_size for path in TOY.iterdir() if path.is_file()) <= 1_500_000
-
-@pytest.fixture(scope="module")
-def making(tmp_path_factory):
-    """The program that makes the toy; it works beside the first of the tests that wait for it."""
-    path = tmp_path_factory.mktemp("made")
-    return path, subprocess.Popen([sys.executable, TOY / "make.py", "--out", path])
-
-@pytest.mark.upkeep
-def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path, making):
-    """`python grpo.py`, and so the other two, with no flag at all. Neither a hundredth of the learning rate
-    nor ten times the KL reaches this. After training completions work in steps, which takes more tokens."""
+@pytest.mark.slow
+def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
+    """`python grpo.py` with no flag at all; the other two with fewer held-out problems. Neither a hundredth
+    of the learning rate nor ten times the KL reaches this. After training completions work in steps."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    running = {name: subprocess.Popen([sys.executable, ROOT / f"{name}.py"], cwd=tmp_path, env=environment)
-               for name in ("ppo", "grpo", "gspo")}
+    few = "--eval_problems 640 --eval_every 20".split()
+    running = {name: subprocess.Popen([sys.executable, ROOT / f"{name}.py", *few * (name != "grpo")],
+                                      cwd=tmp_path, env=environment) for name in ("ppo", "grpo", "gspo")}
     for name, process in running.items():
         assert process.wait(timeout=280) == 0
         out, = (tmp_path / "runs").glob(f"{name}-*")
         rows = [json.loads(line) for line in (out / "metrics.jsonl").open(encoding="utf-8")]
         before, after = rows[0], rows[-1]
         assert [row["step"] for row in rows] == [*range(21)] and (out / "step-20").is_dir()
-        assert before["eval_accuracy"] == pytest.approx(0.398, abs=0.01)
-        assert before["eval_sampled_accuracy"] == pytest.approx(0.54, abs=0.04)
+        assert before["eval_accuracy"] == pytest.approx(0.398, abs=0.01 if name == "grpo" else 0.05)
+        assert before["eval_sampled_accuracy"] == pytest.approx(0.54, abs=0.05)
         assert after["eval_accuracy"] > 0.99 and after["eval_sampled_accuracy"] > 0.96, name
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5
         assert 0.48 < rows[1]["reward"] < 0.6 and sum(row["reward"] for row in rows[16:]) / 5 > 0.95
         assert name == "gspo" or 0.005 < sum(row["kl"] for row in rows[16:]) / 5 < 0.1
 
-@pytest.mark.upkeep
-def test_make_makes_the_same_data_and_both_models_have_the_two_habits(making):
-    tmp_path, process = making
-    assert process.wait(timeout=280) == 0
-    for name in ("train.jsonl", "test.jsonl"):
-        assert (tmp_path / name).read_bytes() == (TOY / name).read_bytes()
-    questions = [row["question"] + "\n" for row in random.Random(0).sample(SPLITS["test"], 1000)]
-    for path in (TOY, tmp_path):
-        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-        asked = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left")
-        torch.manual_seed(0)
-        out = model.generate(**asked, do_sample=True, top_k=0, max_new_tokens=48)
-        texts = tokenizer.batch_decode(out[:, asked["input_ids"].shape[1]:], skip_special_tokens=True)
-        worked, guessed = [], []
-        for question, text in zip(questions, texts):
-            (worked if "\n" in text else guessed).append(text.endswith(f"#### {value(question[:-3])}"))
-        shares = len(worked) / 1000, sum(worked) / len(worked), sum(guessed) / len(guessed)
-        assert 0.3 < shares[0] < 0.7 and shares[1] > 0.95 and 0.1 < shares[2] < 0.3, shares

@@ -1,0 +1,123 @@
+"""The losses beyond the worked numbers of test_equations.py: value and gradient against a loop over single
+numbers; groups; GSPO beside GRPO in whole updates, its clip range, and its advantages of tokens."""
+import math
+
+import pytest
+import torch
+from conftest import TINY, Trainer, loss_of, random_rows, settings, slopes, tensor64, train
+
+import grpo
+import gspo
+import ppo
+
+AWAY = {"eps_low": 0.99, "eps_high": 100.0}  # a clip range that is never left
+KLS = [{"beta": 0.0}, {"beta": 0.3}, {"beta": 0.3, "kl": "wk3"}]
+NARROW = {"eps_low": 0.03, "eps_high": 0.05}
+VARIANTS = [(ppo, {"beta": 0.0, "eps_low": 0.1, "eps_high": 0.3})]
+VARIANTS += [(grpo, {"eps_high": 0.28} | kl) for kl in KLS]
+VARIANTS += [(gspo, eps | kl | {"token_level": level}) for eps in (NARROW, AWAY) for kl in KLS
+             for level in (False, True)]
+
+def surrogate(rows, args, frozen):
+    """The objective in floats, token by token: J summed over rows, the clipped tokens, the largest ratio.
+    GSPO has token_level: its ratio is s of a row, or s of the `frozen` log-probs times the token's own way
+    from there."""
+    J, clipped, largest, adv = 0.0, 0, 0.0, rows["adv"].expand_as(rows["mask"])
+    for i, n in enumerate(rows["mask"].sum(1).long().tolist()):
+        logp, old, ref, start = (x[i, :n].tolist() for x in (
+            rows["logp"], rows["old_logp"], rows["ref_logp"], frozen))
+        for t in range(n):
+            A, w, x = adv[i, t].item(), math.exp(logp[t] - old[t]), math.exp(ref[t] - logp[t])
+            ratio = w
+            if hasattr(args, "token_level"):
+                ratio = math.exp(sum(a - b for a, b in zip(start if args.token_level else logp, old)) / n)
+                ratio *= math.exp(logp[t] - start[t]) if args.token_level else 1
+            held = min(max(ratio, 1 - args.eps_low), 1 + args.eps_high)
+            penalty = (x - math.log(x) - 1) * (w if getattr(args, "kl", "") == "wk3" else 1)  # not s
+            J += (min(ratio * A, held * A) - args.beta * penalty) / n
+            clipped, largest = clipped + (held * A < ratio * A), max(largest, ratio)
+    return J, clipped, largest
+
+@pytest.mark.parametrize("script, flags", VARIANTS)
+def test_value_gradient_and_statistics_equal_a_float_loop(script, flags):
+    """On ragged rows; the gradient by central differences of the loop. In the third most ratios are below 1,
+    which is what padding has. In the fourth they are about e^9: a bad token that rose so far must come back;
+    in the last e^-9, and so far above is the reference, to which the KL pulls."""
+    args = settings(script, **flags)
+    for seed, (spread, shift) in enumerate([(0.4, 0), (2.0, 0), (0.3, -1.5), (1.0, 9), (1.0, -9)]):
+        rows = random_rows(seed, spread=spread, shift=shift)
+        if script is ppo or flags.get("token_level"):  # a token has an advantage of its own
+            rows["adv"] = torch.randn(5, 6).double()
+        J, clipped, largest = surrogate(rows, args, rows["logp"])
+        loss, gradient, stats = loss_of(script, rows if args.beta else rows | {"ref_logp": None}, args)
+        expected = slopes(lambda x: surrogate(rows | {"logp": x}, args, rows["logp"])[0], rows["logp"])
+        assert -loss.item() == pytest.approx(J, rel=1e-10)
+        torch.testing.assert_close(-gradient, expected, rtol=1e-6, atol=1e-8 * max(1, abs(J)))
+        assert [float(x) for x in stats["clip_frac"]] == [clipped, 18]
+        assert [float(x) for x in stats["loss"]] == [loss.item(), 5]
+        assert stats["ratio_max"].item() == pytest.approx(largest)
+
+# --- groups
+
+@pytest.mark.parametrize("script", [grpo, gspo])
+def test_rewards_that_differ_by_little_keep_their_advantages(script):
+    adv = script.group_advantages(tensor64([0.5, 0.5 + 1e-4]), 2)
+    torch.testing.assert_close(adv, tensor64([-0.5, 0.5]) / (math.sqrt(0.5) + 1), rtol=1e-6, atol=0)
+
+def test_equal_prompts_stay_two_groups():
+    """Rewards [1, 0, 0, 0] and [1, 1, 1, 0] of one problem drawn twice are normalised apart."""
+    trainer = Trainer(grpo, group_size=4)
+    trainer.problems = [{"prompt": [3, 4, 5], "name": name} for name in "ab"]
+    names = []
+    for second, adv, equal in [([1, 1, 1, 0], [0.5, 0.5, 0.5, -1.5], 0), ([1, 1, 1, 1], [0, 0, 0, 0], 0.5)]:
+        trainer.reward = lambda asked, _: names.extend(p["name"] for p in asked) or [1, 0, 0, 0] + second
+        trainer.collect()
+        expected = torch.tensor([1.5, -0.5, -0.5, -0.5] + adv)[:, None]
+        torch.testing.assert_close(trainer.rollout["adv"], expected, rtol=1e-3, atol=0)
+        assert trainer.stats["zero_variance_groups"] == equal
+    assert names == (["a"] * 4 + ["b"] * 4) * 2
+
+# --- GSPO
+
+def weights_after(script, **flags):
+    """The policy's weights after one update, and its statistics."""
+    trainer = Trainer(script, beta=0.0, **flags)
+    trainer.use_adam(lr=1e-3)
+    stats = trainer.update()
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), stats
+
+def test_an_update_equals_grpos_as_long_as_it_is_one_optimiser_step():
+    """At ratio 1 the gradients are the same; from the second minibatch on the ratio of the sequence tells."""
+    trainers = [Trainer(script, beta=0.0, **AWAY) for script in (gspo, grpo)]
+    [ours], [theirs] = (trainer.gradients(trainer.rollout)[0] for trainer in trainers)
+    assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+    ours, theirs = (weights_after(script, minibatches=2, **AWAY)[0] for script in (gspo, grpo))
+    assert (ours - theirs).abs().max() > 1e-4
+
+def test_the_papers_range_binds_in_an_update_and_a_token_range_does_not():
+    """From the second minibatch on rows leave (1 - 3e-4, 1 + 4e-4), the default in float32; in bfloat16 it is
+    wider than rounding. None leaves GRPO's .2."""
+    for flag, ends in [("--dtype=float32", (3e-4, 4e-4)), ("--dtype=bfloat16", (1e-2, 1e-2)),
+                       ("--eps_low=.1", (0.1, 4e-4))]:
+        args = gspo.parse_args(["--device=cpu", flag])
+        assert (args.eps_low, args.eps_high, args.minibatches, args.beta) == (*ends, 4, 0)
+    _, narrow = weights_after(gspo, minibatches=4)
+    _, wide = weights_after(gspo, minibatches=4, eps_low=0.2, eps_high=0.2)
+    assert 0.05 < narrow["clip_frac"] <= 0.75 and wide["clip_frac"] == 0  # nothing is in the first minibatch
+
+@pytest.mark.parametrize("eps, said", [("1e-9", True), ("0.1", False)])
+def test_a_clip_range_below_rounding_is_warned_of(eps, said, here, spread, capsys):
+    train(gspo, f"{TINY} --dtype bfloat16 --eps_low {eps}")
+    assert ("rounding" in "".join(capsys.readouterr())) == said
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_the_advantages_of_gspo_token_are_discounted_towards_the_start(gamma):
+    """A_it = gamma^(|o_i| - t) A_i, t = 1 ... |o_i|, in floats: the last token has all of A_i, whatever the
+    row's length. Padding counted as tokens would leave short completions nearly nothing."""
+    trainer = Trainer(gspo, token_level=True, gamma=gamma)
+    A = gspo.group_advantages(trainer.rollout["rewards"], 2).tolist()
+    lengths = trainer.rollout["mask"].sum(1).long().tolist()
+    assert len(set(lengths)) > 2 and any(A)
+    for i, n in enumerate(lengths):
+        expected = [gamma ** (n - t) * A[i] for t in range(1, n + 1)]
+        assert trainer.rollout["adv"][i, :n].tolist() == pytest.approx(expected, rel=1e-5)
