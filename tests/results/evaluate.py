@@ -1,8 +1,9 @@
 """The accuracy of a model on all problems of a split, with its standard error.
 
-    python tests/results/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --eval_split train
+    python tests/results/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --split train
 
-All flags of grpo.py are known: give --dtype, --max_new_tokens and --system_prompt as in training.
+--split is test unless you give another; a single file is train. All flags of grpo.py are known: give --dtype,
+--max_new_tokens and --system_prompt as in training.
 """
 import json
 import sys
@@ -16,11 +17,10 @@ import grpo  # noqa: E402
 def main(args):
     """Print one line of JSON."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_defaults(args, policy)
-    reward = common.load_reward(args)
-    _, problems = common.load_problems(args, tokenizer, reward)
+    rows = common.read_dataset(args.dataset)[args.split]
+    problems = common.prepare(rows, tokenizer, args, "evaluate on")
     result = {"model": args.model, "dataset": args.dataset, "problems": len(problems)}
-    for name, value in common.evaluate(policy, tokenizer, problems, reward, args).items():
+    for name, value in common.evaluate(policy, tokenizer, problems, common.answer_reward, args).items():
         result[name] = round(value, 4)
         if name.endswith("accuracy"):
             result[name + "_se"] = round((value * (1 - value) / len(problems)) ** 0.5, 4)
@@ -28,4 +28,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(grpo.parse_args(["--eval_problems", "1000000", *sys.argv[1:]]))
+    main(grpo.parse_args(["--split", "test", *sys.argv[1:]]))

@@ -31,7 +31,7 @@ def make_moe():
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**moe)), tokenizer
 
 @torch.no_grad()
-def logprobs(model, rollout, replay=None):
+def logprobs(model, rollout, args, replay=None):
     """Log-probs (N, T) of a rollout and, per layer, the experts (N * L, 2): those of `replay`, if given."""
     chosen = []
     def hook(router, inputs, output):
@@ -43,16 +43,17 @@ def logprobs(model, rollout, replay=None):
         return logits, weights, experts
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [router.register_forward_hook(hook) for router in routers]
-    logp = common.token_logprobs(model, rollout, 1.0)
+    logp = common.token_logprobs(model, rollout, args)
     for each in hooks:
         each.remove()
     return logp, chosen
 
-def compare(old, new, rollout):
+def compare(old, new, rollout, args):
     """{what: number} of a step from `old` to `new`. A sequence's log-ratio is the mean over its tokens."""
     mask, tokens = rollout["mask"], rollout["attention"].flatten() > 0
-    (old_logp, before), (new_logp, after) = logprobs(old, rollout), logprobs(new, rollout)
-    replayed, _ = logprobs(new, rollout, before)
+    old_logp, before = logprobs(old, rollout, args)
+    new_logp, after = logprobs(new, rollout, args)
+    replayed, _ = logprobs(new, rollout, args, before)
     other = [(a.sort().values != b.sort().values).any(1)[tokens] for a, b in zip(before, after)]  # per layer
     result = {"tokens with other experts in a layer": sum(other).gt(0).float().mean()} if other else {}
     for name, r in [("as it is", new_logp - old_logp), ("replay", replayed - old_logp),
@@ -65,10 +66,10 @@ def compare(old, new, rollout):
 
 def measure(model):
     """Train as grpo.py does, from three seeds, and print what compare finds in the steps of MEASURED."""
-    args, found = grpo.parse_args(["--model", model, "--out", "."]), {}
+    args, found = grpo.parse_args([]), {}  # the toy's settings
+    args.model = model
     start, tokenizer = common.load_policy(args)
-    common.resolve_defaults(args, start)
-    problems, _ = common.load_problems(args, tokenizer, common.answer_reward)
+    problems, _ = common.load_problems(args, tokenizer)
     for args.seed in range(3):
         policy = copy.deepcopy(start)
         optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
@@ -77,7 +78,7 @@ def measure(model):
             batch, old = common.batch_of(problems, step, args), copy.deepcopy(policy)
             rollout, _ = grpo.collect(policy, start, tokenizer, batch, common.answer_reward, args)
             grpo.update(policy, optimizers, rollout, args)
-            for what, value in compare(old, policy, rollout).items() if step in MEASURED else ():
+            for what, value in compare(old, policy, rollout, args).items() if step in MEASURED else ():
                 found.setdefault(f"step {step:2}  {what}", []).append(float(value))
     for what, values in found.items():
         print(f"{what:48} {sum(values) / 3:.5f}   seeds:", *(f"{value:.5f}" for value in values))
@@ -86,8 +87,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the toy with experts; measure its routing.")
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
     out = parser.parse_args().out
+    torch.set_num_threads(1)
     if not out.exists():
-        torch.set_num_threads(1)
         model, tokenizer = make_moe()
         make.warm_up(model, tokenizer, make.make_problems()["train"])
         model.save_pretrained(out)

@@ -35,8 +35,7 @@ def measure(steps=4, prompts=32, group_size=8):
     """
     args = ppo.parse_args(f"--device cpu --prompts {prompts} --group_size {group_size}".split())
     policy, tokenizer = common.load_policy(args)
-    common.resolve_defaults(args, policy)
-    problems, _ = common.load_problems(args, tokenizer, common.answer_reward)
+    problems, _ = common.load_problems(args, tokenizer)
     value, reference = common.load_value(policy), copy.deepcopy(policy)
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
@@ -46,14 +45,13 @@ def measure(steps=4, prompts=32, group_size=8):
         rollout, _ = ppo.collect(policy, value, reference, tokenizer, batch, common.answer_reward, args)
         ppo.update(policy, value, optimizers, rollout, args)
     with torch.no_grad():
-        logp = common.rollout_logprobs(policy, rollout, args)
+        logp = common.micro_batched(common.token_logprobs, policy, rollout, args)
     old, mask = rollout["old_logp"], rollout["mask"]
     group_adv = grpo.group_advantages(rollout["rewards"], group_size)[:, None]
     s = ((logp - old).sum(1) / mask.sum(1)).exp()
     pushes = {}
     for script, adv in [(ppo, rollout["adv"]), (grpo, group_adv), (gspo, group_adv)]:
         flags = script.parse_args("--device cpu --beta 0".split())
-        common.resolve_defaults(flags, policy)
         x = logp.clone().requires_grad_()
         no_reference = () if script is ppo else (None,)
         loss, _ = script.policy_loss(x, old, *no_reference, adv, mask, flags)

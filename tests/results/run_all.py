@@ -10,32 +10,38 @@ forks and without the deviation are made in a copy of the repository, --work/tre
 """
 import argparse
 import concurrent.futures
-import json
+import os
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import plot  # noqa: E402
+
 FORKS = "rloo dr_grpo cispo sapo gmpo dapo tpo reinforce_pp entropy format_reward".split()
+TOY_SETTINGS = ("--lr 5e-4 --system_prompt= --max_new_tokens 48 --no-gradient_checkpointing --steps 20 "
+                "--eval_problems 2560")  # they hold for the toy itself alone
 REINFORCE = "--vf_coef 0 --lam 1 --no-whiten --beta 0 --epochs 1 --minibatches 1"
-DEFAULTS = ["grpo", "gspo", "ppo"]  # seeds 0 to 4
-QUESTIONS = {  # folder: {name: script and flags}, seeds 0 to 2; a script alone is the run of DEFAULTS
-    "one-pass-or-four": {"1-pass": "grpo", "4-passes": "grpo --epochs 4"},
-    "how-large-a-group": {
-        "2-completions": "grpo --group_size 2 --prompts 128",
-        "4-completions": "grpo --group_size 4 --prompts 64",
-        "8-completions": "grpo",
-        "16-completions": "grpo --group_size 16 --prompts 16",
-        "32-completions": "grpo --group_size 32 --prompts 8"},
-    "divide-by-the-deviation": {"with": "grpo", "without": "without", "dr_grpo": "dr_grpo"},
-    "which-KL": {"k3": "grpo", "w-k3": "grpo --kl wk3", "none": "grpo --beta 0"},
-    "which-lambda": {"0": "ppo --lam 0", "0.95": "ppo", "1": "ppo --lam 1",
-                     "1,-no-critic": "ppo --lam 1 --vf_coef 0"},
-    "a-ratio-of-what": {"tokens": "grpo", "sequences": "gspo",
-                        "tokens,-experts": "grpo --model MOE", "sequences,-experts": "gspo --model MOE"}}
+DEFAULTS = {"grpo": "grpo", "gspo": "gspo", "ppo": "ppo"}  # seeds 0 to 4
+QUESTIONS = {  # file: {name: script and flags}, seeds 0 to 2; a script alone is the run of DEFAULTS
+    "passes": {"1 pass": "grpo", "4 passes": "grpo --epochs 4"},
+    "group_size": {
+        "2 completions": "grpo --group_size 2 --prompts 128",
+        "4 completions": "grpo --group_size 4 --prompts 64",
+        "8 completions": "grpo",
+        "16 completions": "grpo --group_size 16 --prompts 16",
+        "32 completions": "grpo --group_size 32 --prompts 8"},
+    "deviation": {"with": "grpo", "without": "without", "dr_grpo": "dr_grpo"},
+    "kl": {"k3": "grpo", "w k3": "grpo --kl wk3", "none": "grpo --beta 0"},
+    "lambda": {"0": "ppo --lam 0", "0.95": "ppo", "1": "ppo --lam 1",
+               "1 without critic": "ppo --lam 1 --vf_coef 0"},
+    "ratio": {"tokens": "grpo", "sequences": "gspo",
+              "tokens with experts": "grpo --model MOE", "sequences with experts": "gspo --model MOE"}}
 OTHERS = {"REINFORCE": f"ppo {REINFORCE}", **{fork: fork for fork in FORKS}, "torchrun": "torchrun",
           "entropy": "entropy --entropy_coef 0.01"}  # seed 0
 DEVIATION = " / (r.std(1, keepdim=True) + 1e-4)"
@@ -62,58 +68,54 @@ def make_tree(tree):
     subprocess.run(["patch", "-s", "-p1", "-i", patch], cwd=tree / "torchrun", check=True)
 
 def run(work, command, seed):
-    """Make one run, unless it is there."""
+    """Make one run, unless it is there. Each takes one thread, as the toy's do."""
     out = directory(work, command, seed)
-    if (out / "metrics.jsonl").exists() and len(read(out)) == 21:
+    if (out / "metrics.jsonl").exists() and len(plot.read(out)) == 21:
         return
     shutil.rmtree(out, ignore_errors=True)
-    script, *flags = command.replace("MOE", str(work / "moe")).split()
+    script, *flags = command.replace("--model MOE", f"--model {work}/moe {TOY_SETTINGS}").split()
     where, start = work / "tree", [sys.executable]
     if script == "torchrun":
         where, script = where / "torchrun", "grpo"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags += ["--eval_every", "2", "--save_every", "20", "--seed", str(seed), "--out", str(out)]
-    done = subprocess.run([*start, f"{script}.py", *flags], cwd=where, capture_output=True, text=True)
+    done = subprocess.run([*start, f"{script}.py", *flags], cwd=where, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{command}, seed {seed}:\n{done.stdout}\n{done.stderr}")
     print(f"{command}, seed {seed}: done", flush=True)
 
-def read(out):
-    """The rows of a run's metrics."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def read(work, names, seeds):
+    """The runs of {name: command} as one table."""
+    return pandas.concat([plot.read(directory(work, command, seed)).assign(run=name, seed=seed)
+                          for name, command in names.items() for seed in range(seeds)])
 
-def store(out, path, keys=None):
-    """Copy a run's rows, rounded to five digits; of `keys` alone, if given."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = ""
-    for row in read(out):
-        row = {name: float(f"{value:.5g}") if isinstance(value, float) else value
-               for name, value in row.items() if keys is None or name in keys}
-        if keys is None or len(row) > 1:
-            text += json.dumps(row) + "\n"
-    path.write_text(text, encoding="utf-8")
+def write(path, table):
+    """Write a table, rounded to five digits: run, seed and step, what training logs, what evaluation logs."""
+    first = ["run", "seed", "step"]
+    rest = sorted(table.columns.drop(first), key=lambda name: name.startswith("eval_"))
+    table[first + rest].to_csv(path, index=False, float_format="%.5g")
 
 def spread(values, digits=3):
     """'.978 ± .003' of several, '.978' of one."""
-    texts = [f"{statistics.mean(values):.{digits}f}"]
+    texts = [f"{values.mean():.{digits}f}"]
     if len(values) > 1:
-        texts.append(f"{statistics.stdev(values):.{digits}f}")
-    return " ± ".join(text[1:] if text.startswith("0.") else text for text in texts)
+        texts.append(f"{values.std():.{digits}f}")
+    return " ± ".join(text.removeprefix("0") for text in texts)
 
-def line(name, runs):
-    """A row of a table: all numbers that any of the tables has."""
-    def last(key):
-        return [rows[-1].get(key, 0) for rows in runs]
-
-    def of_steps(key):
-        return [[row.get(key, 0) for row in rows[1:]] for rows in runs]
-    cells = [name, spread(last("eval_sampled_accuracy")), spread(last("eval_accuracy")),
-             spread(last("eval_completion_length"), 1),
-             f"{statistics.mean(statistics.mean(run) for run in of_steps('clip_frac')):.2g}",
-             spread([max(run) for run in of_steps("ratio_max")], 2), spread(last("kl")),
-             spread([statistics.mean(run[1:4]) for run in of_steps("explained_variance")], 2)]
-    print("| " + " | ".join(cells) + " |")
+def show(title, table):
+    """Print a row for each name: all numbers that any of the tables has."""
+    for name, runs in table.groupby("run", sort=False):
+        runs = runs.dropna(axis=1, how="all")  # without the columns of others
+        last, first = runs[runs["step"] == 20], runs[runs["step"].between(2, 4)]
+        cells = [title + name, spread(last["eval_sampled_accuracy"]), spread(last["eval_accuracy"]),
+                 spread(last["eval_completion_length"], 1)]
+        cells.append(f"{runs['clip_frac'].mean():.2g}" if "clip_frac" in runs else "")
+        cells.append(spread(runs.groupby("seed")["ratio_max"].max(), 2))
+        cells.append(spread(last["kl"]) if "kl" in runs else "")
+        of_critic = "explained_variance" in runs
+        cells.append(spread(first.groupby("seed")["explained_variance"].mean(), 2) if of_critic else "")
+        print("| " + " | ".join(cells) + " |")
 
 def main():
     formatter = argparse.RawDescriptionHelpFormatter
@@ -125,42 +127,34 @@ def main():
     make_tree(work / "tree")
     program = [sys.executable, HERE / "moe.py", "--out", work / "moe"]
     moe = subprocess.run(program, capture_output=True, text=True)
-    wanted = {(script, seed) for script in DEFAULTS for seed in range(5)}
+    wanted = {(command, seed) for command in DEFAULTS.values() for seed in range(5)}
     for names in QUESTIONS.values():
         wanted |= {(command, seed) for command in names.values() for seed in range(3)}
     wanted |= {(command, 0) for command in OTHERS.values()}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda each: run(work, *each), sorted(wanted)))
 
-    for old in (*HERE.glob("*-seed*.jsonl"), *HERE.glob("questions/*/*.jsonl")):
-        old.unlink()
-    for script in DEFAULTS:
-        for seed in range(5):
-            store(directory(work, script, seed), HERE / f"{script}-seed{seed}.jsonl")
-    for folder, names in QUESTIONS.items():
-        for name, command in names.items():
-            for seed in range(3):
-                path = HERE / "questions" / folder / f"{name}-seed{seed}.jsonl"
-                store(directory(work, command, seed), path, {"step", "eval_sampled_accuracy"})
-    plot = [sys.executable, ROOT / "tests" / "plot.py"]
-    subprocess.run([*plot, *sorted(HERE.glob("*.jsonl")), "--out", HERE / "toy.png"], check=True)
-    subprocess.run([*plot, *sorted(HERE.glob("questions/*/*.jsonl")), "--of", "eval_sampled_accuracy",
-                    "--scale", "logit", "--out", HERE / "questions.png"], check=True)
+    toy = read(work, DEFAULTS, 5)
+    write(HERE / "toy.csv", toy)
+    questions = {name: read(work, names, 3) for name, names in QUESTIONS.items()}
+    for name, table in questions.items():
+        table = table[["run", "seed", "step", "eval_sampled_accuracy"]].dropna()
+        write(HERE / "questions" / f"{name}.csv", table)
+    draw = [sys.executable, ROOT / "tests" / "plot.py"]
+    subprocess.run([*draw, HERE / "toy.csv", "--out", HERE / "toy.png"], check=True)
+    subprocess.run([*draw, *(HERE / "questions" / f"{name}.csv" for name in QUESTIONS), "--logit",
+                    "--of", "eval_sampled_accuracy", "--out", HERE / "questions.png"], check=True)
     subprocess.run([sys.executable, HERE / "pushes.py", HERE / "pushes.png"], check=True)
 
     print("\n| run | sampled | greedy | length | clipped | largest ratio | last KL | explained, 2 to 4 |")
     print("|---|---|---|---|---|---|---|---|")
-    for script in DEFAULTS:
-        runs = [read(directory(work, script, seed)) for seed in range(5)]
-        line(f"{script}.py", runs)
-    print("before: sampled", spread([rows[0]["eval_sampled_accuracy"] for rows in runs]),
-          "greedy", spread([rows[0]["eval_accuracy"] for rows in runs]),
-          "length", spread([rows[0]["eval_completion_length"] for rows in runs], 1))
-    for folder, names in QUESTIONS.items():
-        for name, command in names.items():
-            line(f"{folder}: {name}", [read(directory(work, command, seed)) for seed in range(3)])
-    for name, command in OTHERS.items():
-        line(name, [read(directory(work, command, 0))])
+    show("", toy)
+    for name, table in questions.items():
+        show(f"{name}: ", table)
+    show("", read(work, OTHERS, 1))
+    before = toy[(toy["step"] == 0) & (toy["run"] == "grpo")]
+    print("before: sampled", spread(before["eval_sampled_accuracy"]),
+          "greedy", spread(before["eval_accuracy"]), "length", spread(before["eval_completion_length"], 1))
     print(f"\n{moe.stdout}{moe.stderr}")
 
 if __name__ == "__main__":

@@ -2,16 +2,27 @@
 
     python tests/results/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
 
---dataset has rows with "question" and "solution", the completion to learn. All flags of grpo.py are known;
-prompts are made as there, so that RL goes on with the very same ones.
+--dataset has rows with "question", "answer" and "solution", the completion to learn. All flags of grpo.py are
+known; prompts are made as there, so that RL goes on with the very same ones.
 """
 import random
 import sys
 from pathlib import Path
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
 import grpo  # noqa: E402
+
+
+def as_batch(prompts, completions, device):
+    """Lay out lists of ids as the tensors that common.token_logprobs takes."""
+    rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
+    batch = {"ids": rows, "attention": [torch.ones_like(row) for row in rows],
+             "mask": [torch.ones(len(completion)) for completion in completions]}
+    return {name: pad_sequence(parts, batch_first=True).to(device) for name, parts in batch.items()}
 
 
 def train(model, optimizer, batches, warm_up=20, every=10):
@@ -21,9 +32,9 @@ def train(model, optimizer, batches, warm_up=20, every=10):
     """
     lr = optimizer.lr
     for step, (prompts, completions) in enumerate(batches):
-        batch = common.as_rollout(prompts, completions)
-        loss = -common.token_logprobs(model, batch, 1.0).sum() / batch["mask"].sum()
-        optimizer.backward(loss)
+        batch = as_batch(prompts, completions, model.device)
+        loss = -common.token_logprobs(model, batch, optimizer.args).sum() / batch["mask"].sum()
+        loss.backward()
         optimizer.lr = lr * min((step + 1) / warm_up, 1 - step / len(batches))
         optimizer.step()
         if step % every == 0:
@@ -33,8 +44,8 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 def main(args):
     """One pass over the problems, --prompts at a time."""
     policy, tokenizer = common.load_policy(args)
-    common.resolve_and_check(args, policy)
-    problems, _ = common.load_problems(args, tokenizer, common.answer_reward)
+    rows = common.read_dataset(args.dataset)[args.split]
+    problems = common.prepare(rows, tokenizer, args, "learn from")
     problems = random.Random(args.seed).sample(problems, len(problems))
     batches = []
     for start in range(0, len(problems) - args.prompts + 1, args.prompts):
@@ -45,12 +56,10 @@ def main(args):
         batches.append(([problem["prompt"] for problem in part], [ids + end for ids in completions]))
     optimizer = common.Optimizer(policy, args.lr, args)
     train(policy, optimizer, batches)
-    for name, weight in optimizer.weights.items():
-        weight.data = optimizer.masters[name]  # saved in float32
     policy.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
 
 if __name__ == "__main__":
-    flags = ["--prompts", "16", "--lr", "1e-4", "--warmup_steps", "0", "--eval_split", "train"]
+    flags = ["--prompts", "16", "--lr", "1e-4", "--warmup_steps", "0"]
     common.launch(main, grpo.parse_args(flags + sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""The word problems of README.md, from a clone of github.com/arkilpatel/SVAMP (MIT licence).
+
+    git clone https://github.com/arkilpatel/SVAMP
+    python tests/results/real/make_problems.py SVAMP runs/data
+
+Writes into the second directory, each row with "question", "answer" and "solution", such as
+"27 * 16 = 432\\n#### 432":
+    warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/results/sft.py
+    problems/test.jsonl   400 others of them, held out
+    problems/train.jsonl  the rest, 924, for RL
+    svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for
+                          the 238 that take two operations
+"""
+import csv
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+
+def number(x):
+    """Write 4.0 as '4' and .5 as '0.5'."""
+    x = float(x)
+    return str(int(x)) if x == int(x) else str(x)
+
+
+def solve(equation, numbers):
+    """Work out an equation such as '- number0 * number1 2.0', operators first: the result, and each step."""
+    tokens, steps = iter(equation.split()), []
+
+    def value():
+        token = next(tokens)
+        if token.startswith("number"):
+            return number(numbers[int(token.removeprefix("number"))])
+        if token not in "+-*/":
+            return number(token)
+        a, b = value(), value()
+        x, y = float(a), float(b)
+        results = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else float("nan")}
+        result = results[token]
+        result = number(round(result, 4)) if result == result else "nan"
+        steps.append(f"{a} {token} {b} = {result}")
+        return result
+    return value(), steps
+
+
+def solved_problems(path):
+    """The problems that one operation solves and whose equation gives their answer."""
+    rows = []
+    for row in csv.DictReader(path.open(encoding="utf-8")):
+        numbers = row["Numbers"].split()
+        question = re.sub(r"number(\d+)", lambda match: number(numbers[int(match[1])]), row["Question"])
+        question = re.sub(r" ([.,?!%)])", r"\1", question).replace(" 's", "'s").replace("$ ", "$")
+        result, steps = solve(row["Equation"], numbers)
+        answer = number(round(float(row["Answer"]), 4))
+        if result == answer and len(steps) == 1:
+            solution = "\n".join(steps) + f"\n#### {answer}"
+            rows.append({"question": question, "answer": answer, "solution": solution})
+    return rows
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)}")
+
+
+if __name__ == "__main__":
+    clone, out = map(Path, sys.argv[1:])
+    solved = solved_problems(clone / "data" / "mawps-asdiv-a_svamp" / "train.csv")
+    random.Random(0).shuffle(solved)
+    unique = {}
+    for row in solved:
+        unique.setdefault(row["question"], row)
+    solved = list(unique.values())
+    write(out / "warmup.jsonl", solved[:600])
+    write(out / "problems" / "test.jsonl", solved[600:1000])
+    write(out / "problems" / "train.jsonl", solved[1000:])
+    svamp = json.loads((clone / "SVAMP.json").read_text(encoding="utf-8"))
+    exam = []
+    for row in svamp:
+        question = f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$")
+        answer, solution = number(row["Answer"]), ""
+        one_operation = re.fullmatch(r"\( (\S+) (\S) (\S+) \)", row["Equation"].strip())
+        if one_operation:
+            a, operation, b = one_operation.groups()
+            solution = f"{number(a)} {operation} {number(b)} = {answer}\n#### {answer}"
+        exam.append({"question": question, "answer": answer, "solution": solution})
+    write(out / "svamp.jsonl", exam)
