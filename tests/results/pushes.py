@@ -114,7 +114,7 @@ def draw(out):
     bar.set_ticks([tick for tick in (-1, -.5, -.2, -.05, 0, .05, .2, .5, 1) if abs(tick) <= largest])
     bar.ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     bar.ax.yaxis.set_minor_locator(ticker.NullLocator())
-    figure.suptitle(f"{question}   blue: pushed up,  red: down,  hatched: held by the clip", fontsize=13)
+    figure.suptitle(f"{question}   blue: pushed up,  red: down,  hatched: clipped", fontsize=13)
     figure.tight_layout()
     figure.savefig(out, dpi=100)
 
