@@ -148,7 +148,8 @@ def test_the_toys_settings_hold_where_the_model_is_the_toy_and_given_flags_win(s
         assert (args.lr > 1e-4) == (args.max_new_tokens == 48) == (not args.system_prompt) == toy, model
         assert (args.steps == 20) == (not args.gradient_checkpointing) == (args.eval_every == 10) == toy
         assert script is not ppo or (args.value_lr == 1e-2) == toy
-        args = script.parse_args(f"--model {model} --lr 0.003 --steps 7 --gradient_checkpointing".split())
+        flags = ["--lr", "0.003", "--steps", "7", "--gradient_checkpointing"]
+        args = script.parse_args(["--model", model, *flags])
         assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
 
 def test_the_defaults_are_those_of_the_papers_and_of_the_readmes_numbers():
