@@ -34,6 +34,7 @@ import time
 import traceback
 from argparse import BooleanOptionalAction
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -657,6 +658,7 @@ def before_closing_brace(text):
             return before
     return ""
 
+@lru_cache(4096)  # a gold answer is met once for each completion
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -710,7 +712,6 @@ def in_range(kind, low, high=math.inf):
 positive_int, non_negative_int, two_or_more = in_range(int, 1), in_range(int, 0), in_range(int, 2)
 positive_float, non_negative_float = in_range(float, 1e-12), in_range(float, 0)
 zero_to_one = in_range(float, 0, 1)
-
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 TOY_SETTINGS = dict(  # defaults where --model is the toy; a script adds its own in parse
     system_prompt="", max_new_tokens=48, gradient_checkpointing=False, steps=20, eval_every=10,
@@ -891,8 +892,7 @@ class Logger:
             if "eval_accuracy" in stats:
                 print(f"held out, after {stats['step']:3} steps  "
                       f"{format_stats(stats, self.HELD_OUT)}")
-        last = saved_steps(self.args)[-1]
-        print(f"model and checkpoint  {self.path.with_name(f'step-{last}')}")
+        print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")
         print(f"metrics               {self.path}")
 
 def format_stats(stats, formats):
