@@ -432,8 +432,7 @@ def load_policy(args):
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
-    # torch's Dropout holds its rate in p, other modules and the config in *dropout*, routers their
-    # noise in *jitter*. Other than 0, old and new log-probs would be of two networks.
+    # No dropout (p, *drop*), no router noise (*jitter*): else old and new pi are two networks.
     for holder in (*policy.modules(), config):
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
@@ -784,8 +783,9 @@ def or_fail(message):
     try:
         yield
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]  # file, line, function
-        fail(f"{message}: {type(error).__name__}: {textwrap.shorten(str(error), 400)} {place}")
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
+        fail(f"{message}: {reason} ({Path(place.filename).name}:{place.lineno})")
 
 # ---- Run ----
 def launch(main, args):
