@@ -130,7 +130,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs, and in ppo.py values: (N, T)
+    # 3. log-probs: (N, T), in the micro-batches of update, as there they are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
