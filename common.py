@@ -63,7 +63,7 @@ def token_values(model, batch, args):
 def completion_states(model, batch, args):
     """Run the body of the model and find the states that predict the M completion tokens.
     Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
-    position before it, which predicts it; and its id (M,). Training shifts only here."""
+    position before it, which predicts it; and its id (M,). The only shift by one in training."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: row and column in (N, T)
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[i] + t  # (M,) in (N, L)
@@ -74,8 +74,8 @@ def completion_states(model, batch, args):
     return (i, t), hidden[i, position - 1], batch["ids"][i, position]
 
 def autocast(args):
-    """Return the context of mixed precision: float32 weights, matrix products in --dtype. A weight
-    that is trained is converted once in such a block: so generate samples in a single one."""
+    """Return the context of mixed precision: float32 weights, matrix products in --dtype. It keeps
+    bfloat16 copies of trained weights until it ends: generate opens one for all its tokens."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 CHUNK = 2 ** 26  # tokens x V of a chunk: each tensor of this size takes .27 GB
@@ -113,10 +113,9 @@ def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` parts of about equal size, in whole groups.
     The same parts in every epoch, not shuffled: the problems come in random order already."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
-    groups = rows.view(-1, group_size)  # (P, G)
-    for part in groups.tensor_split(count):
-        rows = part.flatten()
-        yield {name: value[rows] for name, value in rollout.items() if torch.is_tensor(value)}
+    for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
+        part = part.flatten()
+        yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens, doing="update"):
     """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
@@ -125,7 +124,7 @@ def micro_batches(batch, tokens, doing="update"):
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     begin, cuts = 0, []
-    for end in range(1, len(lengths) + 1):  # rows begin ... end - 1; the first is the longest
+    for end in range(1, len(lengths) + 1):  # does row `end` still fit? Row `begin` is the longest
         if end == len(lengths) or (end + 1 - begin) * lengths[begin] > tokens:
             cuts.append((begin, end))
             begin = end
@@ -154,9 +153,9 @@ class Optimizer:
     """AdamW with warm-up and norm clipping. The weights are float32: bfloat16 keeps 8 bits, and a
     weight of .02 that moves by --lr 1e-6 would be rounded to where it was."""
     def __init__(self, model, lr, args, eps=1e-8):
-        self.model, self.lr, self.args = model, lr, args
+        self.lr, self.args = lr, args
         self.steps_taken = 0
-        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.weights = list(model.parameters())
         self.adamw = torch.optim.AdamW(
             self.weights, lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps: too many
             eps=eps, weight_decay=0.0, fused=True)
@@ -191,12 +190,11 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     Returns a rollout. Tokens come from softmax(logits / temperature) and nothing else. The generate
     of transformers would add the model's own top_k and the like, read a prompt once for each
     completion and keep finished rows to the end."""
-    was_training = model.training
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     with autocast(args):
         tokens, logp = sample(model, prompts, group_size, temperature, stop, args)
-    model.train(was_training)
+    model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
     mask = is_stop.cumsum(1) - is_stop.long() == 0  # up to the first stop token, and on it
     lengths = mask.sum(1).tolist()
@@ -246,12 +244,13 @@ class CachedModel:
         from transformers import DynamicCache, StaticCache
         self.model = model
         S = max(map(len, prompts))
-        self.cache = DynamicCache(config=model.config)
-        # A sliding-window layer counts its tokens in a Python int: a graph would not.
+        self.cache = in_one_dtype(DynamicCache)(config=model.config)
+        # A sliding-window layer counts its tokens in a Python int, which a replay would not raise.
         self.use_graph = (args.cuda_graphs and model.device.type == "cuda"
                           and not any(self.cache.is_sliding))
         if self.use_graph:
-            self.cache = StaticCache(config=model.config, max_cache_len=S + args.max_new_tokens)
+            self.cache = in_one_dtype(StaticCache)(
+                config=model.config, max_cache_len=S + args.max_new_tokens)
         parts = [torch.tensor(prompt, device=model.device) for prompt in prompts]
         ones = [torch.ones_like(part) for part in parts]
         ids = pad_sequence(parts, batch_first=True, padding_side="left")  # (P, S)
@@ -274,39 +273,36 @@ class CachedModel:
         self.cache.reorder_cache(rows)
         self.hidden, self.position = self.hidden[rows], self.position[rows]
         self.attention = self.attention[rows]
-        self.graph = Graph()  # for tensors of this shape
+        self.graph = None  # the old one is for the old tensors
 
     def read(self, token):
-        """Read one more token of each row, (n,)."""
+        """Read one more token of each row, (n,). A CUDA graph has all kernels of this recorded, on
+        the same tensors, and launches them at once: one by one takes longer than to run them."""
         self.attention[:, self.columns] = 1
         self.columns += 1
-        attention = self.attention if self.use_graph else self.attention[:, :self.columns]
-        inputs = token[:, None], attention, self.position[:, None]
-        if self.use_graph:
-            self.hidden = self.graph.run(self.forward, inputs)
-        else:
-            self.hidden = self.forward(*inputs)
-        self.position += 1
-
-class Graph:
-    """The kernels of a function, recorded once and then replayed all at once: to launch them one by
-    one takes longer than to run them."""
-    def __init__(self):
-        self.graph = None
-
-    def run(self, function, inputs):
-        """Return function(*inputs), of the same shapes each time. The next call overwrites it."""
-        if self.graph is None:
-            result = function(*inputs)  # unrecorded, as libraries allocate at a first call
-            self.inputs = [x.clone() for x in inputs]
+        if not self.use_graph:
+            attention = self.attention[:, :self.columns]
+            self.hidden = self.forward(token[:, None], attention, self.position[:, None])
+        elif self.graph is None:
+            self.token = token.clone()
+            inputs = self.token[:, None], self.attention, self.position[:, None]
+            self.hidden = self.forward(*inputs)  # not recorded: libraries allocate at a first call
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):  # recorded, not run
-                self.output = function(*self.inputs)
-            return result
-        for mine, new in zip(self.inputs, inputs):
-            mine.copy_(new)
-        self.graph.replay()
-        return self.output
+                self.output = self.forward(*inputs)
+        else:
+            self.token.copy_(token)
+            self.graph.replay()  # writes self.output
+            self.hidden = self.output
+        self.position += 1
+
+def in_one_dtype(cache_class):
+    """Derive a class whose keys have the dtype of the values. Under autocast a rotated key is in
+    float32 and a value in bfloat16: DynamicCache would hold both in float32, StaticCache fail."""
+    class Cache(cache_class):
+        def update(self, keys, values, *args, **kwargs):
+            return super().update(keys.to(values.dtype), values, *args, **kwargs)
+    return Cache
 
 def draw(logits, temperature):
     """Draw one id per row from pi = softmax(logits / temperature), or take the best at 0.
@@ -318,7 +314,7 @@ def draw(logits, temperature):
     else:
         # float64: a GPU adds in parallel, and float32 sums might decrease from id to id.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-        # u is in (0, 1]: the first sum that reaches it is never that of an id with pi = 0.
+        # The first id whose sum reaches u. As u > 0, and pi = 0 adds nothing, its pi is not 0.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -347,9 +343,9 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    The sampler and the training pass compute the same log pi in different ways.
-    sampling_logp_difference is the root mean square of their difference over tokens,
-    sampling_sequence_difference that of its mean over a completion: rounding, or else a mistake."""
+    The sampler and the training pass compute the same log pi in different ways. The root mean
+    square of the difference is logged: sampling_logp_difference of a token,
+    sampling_sequence_difference of the mean over a completion. More than rounding is a mistake."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     tokens, lengths = mask.sum(), mask.sum(1)
     difference = rollout["old_logp"] - rollout["sampled_logp"]  # (N, T)
@@ -362,7 +358,7 @@ def rollout_stats(rollout, group_size):
         "sampling_sequence_difference": (difference.sum(1) / lengths).square().mean().sqrt()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3, whatever the objective uses; 0 outside the mask, as log-probs
+    if "ref_logp" in rollout:  # k3, whatever --kl is; 0 outside the mask, as both log-probs are
         log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
         stats["kl"] = (log_x.exp() - log_x - 1).sum() / tokens
     return {name: value.item() for name, value in stats.items()}
@@ -432,7 +428,7 @@ def load_policy(args):
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
-    # No dropout (p, *drop*), no router noise (*jitter*): else old and new pi are two networks.
+    # No dropout (p, *drop*), no router noise (*jitter*): noise alone would move the ratio from 1.
     for holder in (*policy.modules(), config):
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
@@ -441,13 +437,13 @@ def load_policy(args):
     with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported "
                  "(on a GPU, try --no-cuda_graphs)"):
         check_model(policy, tokenizer, args)
-    if args.dtype == "bfloat16":  # float32 products, those of the heads, in TF32
+    if args.dtype == "bfloat16":  # from here on float32 products, the heads', are in TF32
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # 11 bits; bfloat16 has 8
     return policy, tokenizer
 
 def load_value(policy):
     """Make PPO's value model: a copy of the policy with a scalar head that starts at 0."""
-    model = copy.deepcopy(policy.base_model)
+    model = copy.deepcopy(policy.base_model)  # its own base_model is itself
     weight = policy.get_output_embeddings().weight  # (V, H)
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
     torch.nn.init.zeros_(model.score.weight)
@@ -457,10 +453,10 @@ def load_value(policy):
 @torch.no_grad()
 def check_model(model, tokenizer, args):
     """Raise ValueError if the log-probs of the sampler or of the training pass are not those of the
-    model's own forward pass. Families scale, bias or cap their logits, are random in training, or
-    have a cache of their own. In float32, where only rounding may differ; on two random prompts,
-    one as long as a run allows, one of 3 tokens."""
-    T = 4
+    model's own forward pass: logits that head_logits does not scale or cap as the model does,
+    randomness in training, a cache that does not fit. In float32, where only rounding may differ;
+    on two random prompts, one as long as a run allows, one of 3 tokens, which the sampler pads."""
+    T = 4  # tokens: from the prompt, from a first read, from two replays of its graph
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     exact = argparse.Namespace(**(vars(args) | {
         "dtype": "float32", "max_new_tokens": T, "temperature": 1.0}))
@@ -476,7 +472,7 @@ def check_model(model, tokenizer, args):
         for name, found in (("sampler", rollout["sampled_logp"]), ("training pass", trained)):
             difference = (found[i, :len(own)] - own).abs().max()
             if not difference < 1e-3:  # so written, nan fails too
-                raise ValueError(f"log-probs of the {name} differ by {difference:.2g} from its own")
+                raise ValueError(f"log-probs of the {name} are off by {difference:.2g}")
     model.train()
 
 # ---- Problems ----
@@ -536,7 +532,7 @@ def prepare(rows, tokenizer, args, use):
              "tokens (--max_prompt_tokens, or all positions less --max_new_tokens)")
     print(summary)
     ids = [token for problem in problems for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # the toy model, other data
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # as the toy with other data
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
     return problems
 
@@ -601,10 +597,10 @@ def rewards_of(reward, problems, rollout):
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
 # items of a list and terms of a sum are sorted, units go. An answer with a bracket, bar or relation
-# (tuple, interval, matrix, product, inequality) is only respelled. No algebra: 2+3 is not 5.
+# (tuple, matrix, inequality) or with x^-2 or 1/-2 is only respelled. No algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
-UNITS = "degrees|dollars|cents|percent|units|cm|meters|feet|inches|miles|hours|minutes|days|weeks"
-SPELLINGS = [  # applied in this order: pattern, replacement  # a text so far -> and then
+UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
+SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
     (r"\\\\|;|\{,\}|\b(and|or)\b", ","),  # 1{,}234 and 5 -> 1,234 , 5
     (r"\\(left|right)\b|\\[,:! ]|[$%°]", ""),  # \left(5,\,6\right) -> (5,6)
     (r"\\cdot|\\times|·|×", "*"),  # 2\cdot\pi -> 2*\pi
@@ -624,7 +620,7 @@ SPELLINGS = [  # applied in this order: pattern, replacement  # a text so far ->
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
     (r"\* ?([a-z])", r"\1"),  # 2*pi -> 2pi
     (r" ?\.$", ""),  # 5. -> 5
-    (rf"(\d) *(square )?({UNITS})( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
+    (rf"(\d) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
     (r"^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),  # f(x) = 5 -> 5
     (r"^{([^{}]*)}$", r"\1"),  # {1, 2} -> 1, 2
     (r"^\(([^(),]*)\)$", r"\1"),  # (5) -> 5
@@ -632,8 +628,8 @@ SPELLINGS = [  # applied in this order: pattern, replacement  # a text so far ->
 NUMBER = r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)"  # 1 3/8, 3/8, 0.5, .5, 5
 
 def extract_answer(text):
-    r"""Narrow to the last <answer>...</answer>, if any; then to the last \boxed{...} or the line
-    after the last ####, the later of them. None without a mark, or with nothing or too much."""
+    r"""Narrow to the last <answer>...</answer>, if any; then to the last \boxed{...} or what the
+    line says after the last ####, the later of them. None without a mark, if empty or too long."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -666,7 +662,7 @@ def canonical(text):
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text):  # 1,234.50
         text = text.replace(",", "")
     text = re.sub(r" *([^\d ]) *", r"\1", text)  # spaces stay between digits: 4 2 is not 42
-    if re.search(r"[][(){}<>=|]", text):
+    if re.search(r"[][(){}<>=|]|[\^/]-", text):
         return text
     return ",".join(sorted(canonical_sum(item) for item in text.split(",") if item))
 
@@ -685,7 +681,7 @@ def exact(term):
 def math_reward(completion, answer):
     """Return 1.0 if the completion's marked answer is the gold one, marked or bare, else 0.0."""
     given = canonical(extract_answer(completion))
-    gold = canonical(extract_answer(f"<answer>{answer}</answer>"))
+    gold = canonical(extract_answer(f"<answer>{answer}</answer>"))  # all of it if it has no mark
     return float(gold != "" and given == gold)
 
 # ---- Command line ----
@@ -722,7 +718,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="to evaluate on; if there is none, a fifth of --split")
+    add("--eval_split", default="test", help="to evaluate on; of a single split, a fifth of it")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")
@@ -782,6 +778,8 @@ def or_fail(message):
     """Turn any error inside into one line: libraries raise what they like, at any length."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # launch says what to do
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
@@ -794,7 +792,7 @@ def launch(main, args):
         torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
         os.makedirs(args.out, exist_ok=True)
-        lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()
+        lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()  # `with` releases it
     if os.listdir(args.out) != [".lock"] and not args.resume:
         fail(f"--out {args.out}: is not empty: go on with --resume or give another")
     try:
@@ -813,8 +811,8 @@ def saved_steps(args):
 
 def save_checkpoint(args, step, tokenizer, policy, parts):
     """Save step-N in --out, then remove the older ones: a kill at any instant leaves a good one.
-    `parts` are by name all that changes besides the policy: optimisers and other models. There are
-    no random states to save: each is a function of --seed and the step."""
+    `parts`, {name: part}, is all else that changes: optimisers and other models. There are no
+    random states to save: each is a function of --seed and the step."""
     final, temporary = Path(args.out, f"step-{step}"), Path(args.out, "temporary")
     shutil.rmtree(temporary, ignore_errors=True)
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -836,7 +834,7 @@ def load_checkpoint(args, policy, parts):
     folder = Path(args.out, f"step-{steps[-1]}")
     with or_fail(f"--resume: {folder} cannot be used"):
         saved = type(policy).from_pretrained(folder, dtype=torch.float32)
-        policy.load_state_dict(saved.state_dict())
+        policy.load_state_dict(saved.state_dict())  # in place: the optimiser holds these tensors
         states = torch.load(folder / "optimizer.pt", map_location="cpu")  # no copy on the GPU
         for name, part in parts.items():
             part.load_state_dict(states[name])

@@ -50,7 +50,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)
+    args = common.parse(parser, argv, lr=5e-4)  # the toy's --lr
     return args
 
 def group_advantages(rewards, group_size):
@@ -100,7 +100,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, as there they are rounded alike
+    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

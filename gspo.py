@@ -20,7 +20,7 @@ There is no value model: the mean of the group is the baseline. There is no rewa
 reward is 1 for a right answer, 0 for a wrong one. With --beta 0 there is no pi_ref.
 
 The reward belongs to a whole completion, and so do the ratio and its clip. The paper has no KL, so
-beta is 0. GSPO-token (--token_level, eq. 13): s_it = sg[s_i] w_it / sg[w_it], sg[x] is x as a
+beta is 0. GSPO-token (--token_level, eq. 13): s_it = sg[s_i] pi / sg[pi], where sg[x] is x as a
 constant: value s_i, gradient of token t alone. So t may have its own A: gamma^(|o_i| - t) A_i here.
 
     python gspo.py                                                               a laptop
@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)
+    args = common.parse(parser, argv, lr=5e-4)  # the toy's --lr
     # In float32 the paper's range; in bfloat16 rounding alone moves s further than that.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
@@ -85,7 +85,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     # The mean, not the sum, which grows with the length.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if args.token_level:
-        ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s_i] w/sg[w]
+        ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s] pi/sg[pi]
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
@@ -112,7 +112,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, as there they are rounded alike
+    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

@@ -4,21 +4,21 @@ pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen
 question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
 maximise J
 
-    A_it  = sum_l (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
+    A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
             delta_it = r_it + gamma V_{i,t+1} - V_it,  V after the last token = 0              (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                      (2)
     J     = 1/N sum_i 1/|o_i| sum_t min(w_it A_it, clip(w_it, 1 - eps_low, 1 + eps_high) A_it) (3)
     r_it  = (r_i at the last token, 0 before it) - beta (log pi_old - log pi_ref)              (4)
 
-and minimise L over a value model V (the critic), which is as large as the policy
+and minimise L over a value model V, the critic. Its max, as the min of (3), leaves the way back:
 
     L     = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (V'_it - R_it)^2),
             V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value),  V_old is V in (1)      (5)
 
 The critic gives every token an advantage of its own: GRPO does without. A mean over a completion's
 tokens first is how DeepSeekMath writes PPO (arXiv 2402.03300, eq. 1); Schulman et al. and Huang et
-al. take one over all tokens of a batch. (5), whitened advantages and the defaults, except prompts
-and minibatches, are those of Huang et al. 2024 (The N+ Implementation Details, arXiv 2403.17031).
+al. take one over all tokens of a batch. (5), --whiten and the defaults, except prompts and
+minibatches, are those of Huang et al. 2024 (The N+ Implementation Details, arXiv 2403.17031).
 
     python ppo.py                                                                a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)
+    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # the toy's
     return args
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
@@ -130,7 +130,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, as there they are rounded alike
+    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

@@ -129,10 +129,12 @@ def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_
 def test_memory_that_runs_out_is_one_line_and_a_mistake_in_the_code_shows_its_traceback(monkeypatch, capsys):
     def broken(*args):
         raise error
-    monkeypatch.setattr(grpo, "collect", broken)
     error = torch.OutOfMemoryError("CUDA out of memory")
-    with refused(capsys, "memory", "--micro_batch_tokens"):
-        train(grpo, QUICK)
+    for module, name in [(grpo, "collect"), (common, "check_model")]:
+        with monkeypatch.context() as patch, refused(capsys, "memory", "--micro_batch_tokens"):
+            patch.setattr(module, name, broken)
+            train(grpo, QUICK, out=name)
+    monkeypatch.setattr(grpo, "collect", broken)
     error = ZeroDivisionError("mine")
     with pytest.raises(ZeroDivisionError):
         train(grpo, QUICK, out="other")

@@ -66,7 +66,7 @@ def pushes(script, **flags):
 def test_who_is_to_be_praised():
     same([row[3] for row in HAND[:-1]], advantages(lam=0.0)[0][MASK > 0])  # lambda 0: A is delta
     same([row[4] for row in HAND[:-1]], advantages()[0][MASK > 0])
-    first, others = numbers("1 has A = .75/.5 = #, the others -.25/.5 = #.")
+    first, others = numbers("1 has A = .75/.5 = #, the others #.")
     assert (R.mean(), R.std()) == (0.25, 0.5)
     torch.testing.assert_close(advantages()[1][:, 0], tensor64(
         [float(first), *[float(others)] * 3]), rtol=0, atol=4e-4)  # the 1e-4
@@ -106,8 +106,10 @@ def test_what_a_baseline_does_to_the_mean():
         adv = (1 - b) * tensor64([[0.3], [0.7]]) * weight
         loss, _ = ppo.policy_loss(logp, logp.detach(), adv, mask, settings(ppo))
         return torch.autograd.grad(-loss, z, retain_graph=True)[0]
-    same(numbers("# with b = 0, # with b = .5, # only with b = 1."), map(gradient, (0, 0.5, 1)))
-    printed = numbers("Without 1/|o| the mean gradient by z is .3 × .7 A + .7 × (-.3) A = #.") * 3
+    slope, none = numbers(".3 × .7 A + .7 × (-.3) A/2 = # A, where A = 1 - b: # only with b = 1.")
+    torch.testing.assert_close(gradient(0.5), tensor64([[float(slope)]]) / 2)
+    same([slope, none], map(gradient, (0, 1)))
+    printed = numbers("without 1/|o| the mean gradient is .3 × .7 A + .7 × (-.3) A = #.") * 3
     same(printed, [gradient(b, mask.sum(1, keepdim=True)) for b in (0, 0.5, 1)])
 
 def test_k3_of_three_tokens():
@@ -158,7 +160,7 @@ def test_the_memory_of_real_models():
             sizes.append(transformers.Qwen2ForCausalLM(config).num_parameters() / 1e9)
     printed = numbers("#, # and # GB for 0.5B, #, # and # GB for 1.5B")
     same(printed, [bytes * size for size in sizes for bytes in (16, 20, 36)])
-    same([row[2].split()[0] for row in table(README, "| on |")[-2:]], [20 * size for size in sizes])
+    same([row[2].split()[1] for row in table(README, "| on |")[-2:]], [20 * size for size in sizes])
 
 # ---- Names, commands, examples ----
 
