@@ -74,8 +74,8 @@ def completion_states(model, batch, args):
     return (i, t), hidden[i, position - 1], batch["ids"][i, position]
 
 def autocast(args):
-    """Return the context of mixed precision: float32 weights, matrix products in --dtype. It keeps
-    bfloat16 copies of trained weights until it ends: generate opens one for all its tokens."""
+    """Return the context of mixed precision: float32 weights, matrix products in --dtype. It caches
+    bfloat16 copies of trained weights until it is left: generate stays in one for all tokens."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 CHUNK = 2 ** 26  # tokens x V of a chunk: each tensor of this size takes .27 GB
@@ -245,7 +245,7 @@ class CachedModel:
         self.model = model
         S = max(map(len, prompts))
         self.cache = in_one_dtype(DynamicCache)(config=model.config)
-        # A sliding-window layer counts its tokens in a Python int, which a replay would not raise.
+        # A sliding-window layer counts its tokens in a Python int: a replay would not increase it.
         self.use_graph = (args.cuda_graphs and model.device.type == "cuda"
                           and not any(self.cache.is_sliding))
         if self.use_graph:
@@ -314,7 +314,7 @@ def draw(logits, temperature):
     else:
         # float64: a GPU adds in parallel, and float32 sums might decrease from id to id.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-        # The first id whose sum reaches u. As u > 0, and pi = 0 adds nothing, its pi is not 0.
+        # The first id whose sum reaches u > 0: never one with pi = 0, which adds nothing to a sum.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -343,9 +343,9 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    The sampler and the training pass compute the same log pi in different ways. The root mean
-    square of the difference is logged: sampling_logp_difference of a token,
-    sampling_sequence_difference of the mean over a completion. More than rounding is a mistake."""
+    The sampler and the training pass compute the same log pi in different ways. Logged is the root
+    mean square of the difference: over tokens in sampling_logp_difference; of each completion's
+    mean difference in sampling_sequence_difference. More than rounding is a mistake."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     tokens, lengths = mask.sum(), mask.sum(1)
     difference = rollout["old_logp"] - rollout["sampled_logp"]  # (N, T)
@@ -429,7 +429,7 @@ def load_policy(args):
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
     # No dropout (p, *drop*), no router noise (*jitter*): noise alone would move the ratio from 1.
-    for holder in (*policy.modules(), config):
+    for holder in (*policy.modules(), config):  # some layers read the config in forward
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(holder, name, 0.0)
@@ -456,7 +456,7 @@ def check_model(model, tokenizer, args):
     model's own forward pass: logits that head_logits does not scale or cap as the model does,
     randomness in training, a cache that does not fit. In float32, where only rounding may differ;
     on two random prompts, one as long as a run allows, one of 3 tokens, which the sampler pads."""
-    T = 4  # tokens: from the prompt, from a first read, from two replays of its graph
+    T = 4  # tokens: from the prompt, from the read that records a CUDA graph, from two replays
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     exact = argparse.Namespace(**(vars(args) | {
         "dtype": "float32", "max_new_tokens": T, "temperature": 1.0}))
@@ -508,7 +508,7 @@ def read_dataset(source):
 
 def prepare(rows, tokenizer, args, use):
     """Turn rows into problems; those that cannot be used are counted and left out."""
-    columns = {args.question_column, args.answer_column} - {""}
+    columns = {args.question_column, args.answer_column} - {""}  # "": rewards need no answer
     if rows and not columns <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
@@ -587,7 +587,7 @@ def rewards_of(reward, problems, rollout):
     problem_of_row = [problem for problem in problems for _ in range(group_size)]
     try:
         rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
-    except SystemExit:  # else the run would end without a word
+    except SystemExit:  # of code that it runs, say; else the run would end without a word
         fail("the reward function called sys.exit")
     if len(rewards) != len(texts) or not rewards.isfinite().all():
         fail(f"the reward function must return a finite number for each of {len(texts)} "
@@ -596,8 +596,9 @@ def rewards_of(reward, problems, rollout):
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
-# items of a list and terms of a sum are sorted, units go. An answer with a bracket, bar or relation
-# (tuple, matrix, inequality) or with x^-2 or 1/-2 is only respelled. No algebra: 2+3 is not 5.
+# items of a list and terms of a sum are sorted, units go. Only respelled is an answer with a
+# bracket, bar or relation (tuple, matrix, inequality), or with a minus after ^ or /, which begins
+# no term. No algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
 SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
@@ -606,6 +607,7 @@ SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -
     (r"\\cdot|\\times|·|×", "*"),  # 2\cdot\pi -> 2*\pi
     (r"\\leq?(slant)?\b|≤", "<="),  # x \leq 5 -> x <= 5
     (r"\\geq?(slant)?\b|≥", ">="),  # x \geq 5 -> x >= 5
+    (r"\\[dtc]frac", r"\\frac"),  # \dfrac -> \frac
     (r"\\", ""),  # \sqrt{3} -> sqrt{3}
     ("−", "-"),  # −5 -> -5
     ("π", "pi"),  # 5π -> 5pi
@@ -613,9 +615,8 @@ SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    (r"[dtc]frac", "frac"),  # dfrac -> frac
     (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, which is not sqrt3/4
-    (r"frac ?(\d)", r"frac{\1}"),  # frac38 -> frac{3}8
+    (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
     (r"\* ?([a-z])", r"\1"),  # 2*pi -> 2pi
@@ -628,8 +629,9 @@ SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -
 NUMBER = r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)"  # 1 3/8, 3/8, 0.5, .5, 5
 
 def extract_answer(text):
-    r"""Narrow to the last <answer>...</answer>, if any; then to the last \boxed{...} or what the
-    line says after the last ####, the later of them. None without a mark, if empty or too long."""
+    r"""Return what is in the last <answer>...</answer>; of that, or of a text without such, what is
+    in the last \boxed{...} or follows the last #### on its line, whichever is later. None if there
+    is no mark, or it is not closed, empty or too long."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")

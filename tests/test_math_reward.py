@@ -22,7 +22,8 @@ EQUAL = pairs(r"""
 5\pi ~ 5 pi | (1,5] ~ \left(1,5\right] | x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x\geq 4 |
 x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 | 1,2 ~ 1 or 2 |
 1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | 2x+1 ~ 1+2x | \text{(D)} ~ D |
-\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches
+\text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches |
+\frac{x}{2} ~ x/2 | \sqrt\frac34 ~ \sqrt\tfrac{3}{4}
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
