@@ -284,7 +284,7 @@ class CachedModel:
             attention = self.attention[:, :self.columns]
             self.hidden = self.forward(token[:, None], attention, self.position[:, None])
         elif self.graph is None:
-            self.token = token.clone()
+            self.token = token  # the graph will read its token here
             inputs = self.token[:, None], self.attention, self.position[:, None]
             self.hidden = self.forward(*inputs)  # not recorded: libraries allocate at a first call
             self.graph = torch.cuda.CUDAGraph()
