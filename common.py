@@ -94,7 +94,7 @@ def chunked_logprobs(model, hidden, target, temperature):
 
 def head_logits(model, hidden):
     """Compute a model's logits from hidden states, (M, H) -> (M, V), in float32 (or TF32, see
-    load_policy): in bfloat16 they would be off by .07. check_model tests that they are right."""
+    load_policy): bfloat16 rounds a logit of 20 by up to .06. check_model tests the result."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -458,12 +458,12 @@ def check_model(model, tokenizer, args):
     on two random prompts, one as long as a run allows, one of 3 tokens, which the sampler pads."""
     T = 4  # tokens: from the prompt, from the read that records a CUDA graph, from two replays
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
-    exact = argparse.Namespace(**(vars(args) | {
-        "dtype": "float32", "max_new_tokens": T, "temperature": 1.0}))
+    settings = copy.copy(args)
+    settings.dtype, settings.max_new_tokens, settings.temperature = "float32", T, 1.0
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
     prompts = [rng.choices(vocabulary, k=length) for length in (longest, 3)]
-    rollout = generate(model, tokenizer, prompts, 1, 1.0, exact)
-    trained = token_logprobs(model, rollout, exact)  # (2, T)
+    rollout = generate(model, tokenizer, prompts, 1, 1.0, settings)
+    trained = token_logprobs(model, rollout, settings)  # (2, T)
     model.eval()
     for i, prompt in enumerate(prompts):
         ids = rollout["ids"][i, :rollout["attention"][i].sum()]  # (L,)
@@ -499,7 +499,7 @@ def read_dataset(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
-        if Path(source).is_file():
+        if Path(source).suffix in formats:
             splits = datasets.load_dataset(formats[Path(source).suffix], data_files=source)
         else:
             configs = datasets.get_dataset_config_names(source)
@@ -562,8 +562,7 @@ def prompt_ids(chat, tokenizer, args):
     if not tokenizer.chat_template:
         return tokenizer("".join(message["content"] + "\n" for message in chat))["input_ids"]
     with or_fail(f"--model {args.model}: its chat template fails (perhaps by --system_prompt)"):
-        return tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
@@ -791,7 +790,7 @@ def or_fail(message):
 def launch(main, args):
     """Run `main` with --out made and locked. Out of memory and Ctrl-C are one line each."""
     if Path(args.model).resolve() == Path(TOY):
-        torch.set_num_threads(1)  # the same sums on every machine; more threads gain little
+        torch.set_num_threads(1)  # the same sums for any number of cores; more gain little
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
         os.makedirs(args.out, exist_ok=True)
         lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()  # `with` releases it
@@ -850,6 +849,7 @@ class Logger:
             "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
+    HELD_OUT |= {f"eval_pass@{k}": f"pass@{k} {{:.3f}}" for k in (2, 4, 8, 16, 32, 64)}
 
     def __init__(self, args, start):
         """Begin after step `start`."""

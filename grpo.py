@@ -50,7 +50,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)  # the toy's --lr
+    args = common.parse(parser, argv, lr=5e-4)  # the toy's
     return args
 
 def group_advantages(rewards, group_size):

@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)  # the toy's --lr
+    args = common.parse(parser, argv, lr=5e-4)  # the toy's
     # In float32 the paper's range; in bfloat16 rounding alone moves s further than that.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)

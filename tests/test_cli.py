@@ -257,11 +257,12 @@ def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(
         assert {int(held["step"]) for held in state["state"].values()} == {taken}
 
 @every_main
-def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, monkeypatch):
+def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, monkeypatch, capsys):
     """Evaluated before, every 2 steps and after; checkpoints of step 3 (which 5 replaces) and the last."""
     calls, saved = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, common, "save_checkpoint")
     flags = f"{QUICK} --steps 5 --eval_every 2 --save_every 3 --eval_problems 3 --eval_samples 4"
     rows = train(script, flags)
+    assert len(re.findall("pass@4", capsys.readouterr().out)) >= 4  # in the table at the end
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
     assert {len(call.problems) for call in calls} == {3} and [call.step for call in saved] == [3, 5]
     always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}

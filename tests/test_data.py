@@ -69,7 +69,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl"),
     "empty": ("--dataset bad.jsonl", "", "bad.jsonl"),
     "of an unknown kind": ("--dataset bad.txt", GOOD, "bad.txt .jsonl"),
-    "not there": ("--dataset gone.jsonl", None, "gone.jsonl"),
+    "not there": ("--dataset gone.jsonl", None, "FileNotFoundError"),
     "not on the hub": ("--dataset nobody/gone", None, "nobody/gone"),
     "a directory without data": ("--dataset model", None, "--dataset model directory"),
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
@@ -170,7 +170,7 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
     tokenizer, question = transformers.AutoTokenizer.from_pretrained("tiny"), problem["question"]
     chat = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
     if tokenizer.chat_template:
-        own = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
     else:
         text = f"{system}\n{question}\n" if system else f"{question}\n"
