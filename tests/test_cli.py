@@ -22,7 +22,7 @@ from conftest import (ROOT, TINY, char_tokenizer, newest, refused, same, save_ti
 pytestmark = pytest.mark.usefixtures("here")
 QUICK = f"{TINY} --system_prompt '' --max_prompt_tokens 70 --epochs 1"
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
-every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's is grpo.py's: test_layout.py
+every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's is grpo.py's: test_layout.py, slow
 
 def weights(out="run"):
     return load_file(newest(out) / "model.safetensors")
@@ -316,13 +316,19 @@ def printed(capsys, script, flags):
     return capsys.readouterr().out
 
 @every_main
-def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spread, capsys):
+def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spread, monkeypatch, capsys):
+    calls = spy(monkeypatch, script, "collect")
     said = printed(capsys, script, f"{QUICK} --steps 2 --eval_every 1")
     words = said[:said.index("held out")].split()
     assert {"lr=0.01", "group_size=2", "temperature=1.0", "dtype=float32", "parameters"} <= set(words)
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").open(encoding="utf-8")]
-    for row in rows[1:]:
+    for row, call in zip(rows[1:], calls, strict=True):
+        assert {key for key in row if key[:4] != "eval"} == KEYS | (PPO_KEYS if script is ppo else set())
         assert re.search(rf"^step {row['step']}/2 +reward {row['reward']:.3f} ", said, re.M)
+        problem, (rollout, _) = call.problems[0], call.result
+        shown = f"    | {problem['question']}\n    | {rollout['texts'][0].strip()}\n    | (reward "
+        answer = problem["answer"].split("#### ")[1]
+        assert f"{shown}{rollout['rewards'][0]:g}, answer {answer})\n" in said
     close = said[said.rindex("held out, after   0 steps"):]
     for row in rows:
         assert re.search(rf"after +{row['step']} steps +greedy {row['eval_accuracy']:.3f} ", close)
@@ -334,6 +340,10 @@ def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     edit(Path("terse/generation_config.json"), eos_token_id=list(range(104)))
     row = train(grpo, f"{QUICK} --model terse", out="short")[1]
     assert (row["truncated"], row["completion_length"]) == (0, 1) and "warning" not in capsys.readouterr().out
+
+def test_a_step_without_a_finite_gradient_is_warned_about(spread, monkeypatch, capsys):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    assert printed(capsys, grpo, QUICK).count("warning: a gradient was not finite") == 1
 
 def test_a_clip_range_below_the_rounding_of_a_ratio_is_warned_about(spread, capsys):
     for i, (flags, times) in enumerate([("--eps_low 1e-7", 2), ("--eps_low 0.5", 0)]):

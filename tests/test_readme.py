@@ -226,6 +226,6 @@ def test_a_fault_is_seen_by_the_test_of_its_answer(i, tmp_path):
     assert source.count(sound) == 1
     (copy / path).write_text(source.replace(sound, faulty), encoding="utf-8")
     file, = (path.name for path in copy.glob("tests/test_*.py") if f"def {test}(" in path.read_text("utf-8"))
-    run = [sys.executable, "-m", "pytest", "-xq", f"tests/{file}", "-k", test]
+    run = [sys.executable, "-m", "pytest", "-xq", f"tests/{file}::{test}"]
     done = subprocess.run(run, cwd=copy, capture_output=True, encoding="utf-8")
     assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout

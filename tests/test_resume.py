@@ -24,7 +24,7 @@ import ppo
 from conftest import TINY, newest, refused, same, spy, sums, train, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("here")
-every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's is grpo.py's: test_layout.py
+every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's is grpo.py's: test_layout.py, slow
 QUICK = f"{TINY} --system_prompt '' --max_prompt_tokens 40 --epochs 1"
 STEADY = f"{QUICK} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
 

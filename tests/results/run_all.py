@@ -5,8 +5,8 @@
 
 Each run is a process in --work; what is there already is not made again, so that a stopped program goes on.
 At the end the rows go into this folder, the pictures are drawn, and the numbers of the tables are printed: of
-tests/results/README.md all, of README.md that of five seeds, REINFORCE and PPO without a critic. Runs of the
-forks and without the deviation are made in a copy of the repository, --work/tree.
+tests/results/README.md and tests/forks/README.md all, of README.md those of five seeds. Runs of the forks and
+without the deviation are made in a copy of the repository, --work/tree.
 """
 import argparse
 import concurrent.futures
