@@ -161,11 +161,12 @@ class Optimizer:
             eps=eps, weight_decay=0.0, fused=True)
 
     def step(self, prefix=""):
-        """Take one step, unless the gradient is not finite, and clear it.
+        """Take one step and clear the gradient. A gradient that is not finite is no step, nor is one
+        of 0, where Adam's momentum alone would move the weights.
         Returns statistics, whose names begin with `prefix`."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm).item()
-        stats = {"skipped": (not math.isfinite(norm), 1)}
-        if math.isfinite(norm):
+        stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
+        if math.isfinite(norm) and norm > 0:
             stats["grad_norm"] = (norm, 1)
             self.steps_taken += 1
             warm_up = min(1, self.steps_taken / max(1, self.args.warmup_steps))

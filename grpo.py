@@ -109,11 +109,19 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics.
+
+    Without a KL, the gradient of a completion whose advantage is 0 is exactly 0, and all advantages
+    of a group of equal rewards are 0. These completions are left out of the forward and backward
+    pass, and out of the means of the statistics, but they count in the N of (3).
+    """
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # N of (3): the rows of all its micro-batches
+            if args.beta == 0:
+                teaches = (minibatch["adv"] != 0).any(1)                       # (N,)
+                minibatch = {name: value[teaches] for name, value in minibatch.items()}
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
                 loss, stats = policy_loss(
