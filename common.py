@@ -16,6 +16,8 @@ A rollout is a dict with one row per completion:
     sampled_logp  (N, T)  log pi of each token, as the sampler computed it
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
+    has_gradient  (N,)    True; a script sets it to False where the gradient of a row is exactly 0.
+                          micro_batches leaves such rows out, so their old_logp stays 0
     texts         N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
@@ -119,8 +121,9 @@ def minibatches(rollout, count, group_size):
 
 def micro_batches(batch, tokens, doing="update"):
     """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
-    is one by itself. Rows are sorted by length, so that there is little padding, and trimmed to the
-    longest of them. `doing` is the text of the progress bar."""
+    is one by itself. Rows without a gradient are left out. The others are sorted by length, so that
+    there is little padding, and trimmed to the longest of them. `doing` is the text of the bar."""
+    batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     begin, cuts = 0, []
@@ -210,6 +213,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "sampled_logp": logp[:, :max(lengths)] * mask,
         "row": torch.arange(len(rows), device=model.device),
         "finished": is_stop.any(1),
+        "has_gradient": torch.ones(len(rows), dtype=torch.bool, device=model.device),
         "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def sample(model, prompts, group_size, temperature, stop, args):
@@ -344,19 +348,24 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    The sampler and the training pass compute the same log pi in different ways. Logged is the root
-    mean square of the difference: over tokens in sampling_logp_difference; of each completion's
-    mean difference in sampling_sequence_difference. More than rounding is a mistake."""
+    The sampler and the training pass compute the same log pi in different ways. Two numbers measure
+    how far apart they are: sampling_logp_difference is the root mean square of the difference over
+    tokens, sampling_sequence_difference that of the mean difference of each completion. They should
+    be no more than rounding; a larger difference is a bug."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     tokens, lengths = mask.sum(), mask.sum(1)
-    difference = rollout["old_logp"] - rollout["sampled_logp"]  # (N, T)
     stats = {
         "reward": groups.mean(),
         "completion_length": lengths.mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -rollout["old_logp"].sum() / tokens,  # estimated from the samples
-        "sampling_logp_difference": (difference.square().sum() / tokens).sqrt(),
-        "sampling_sequence_difference": (difference.sum(1) / lengths).square().mean().sqrt()}
+        "entropy": -rollout["sampled_logp"].sum() / tokens}  # estimated from the samples
+    computed = rollout["has_gradient"]  # (N,) the others have no old_logp
+    if computed.any():
+        difference = (rollout["old_logp"] - rollout["sampled_logp"])[computed]  # (n, T)
+        of_rows = difference.sum(1) / lengths[computed]
+        stats["sampling_logp_difference"] = (
+            difference.square().sum() / mask[computed].sum()).sqrt()
+        stats["sampling_sequence_difference"] = of_rows.square().mean().sqrt()
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is; 0 outside the mask, as both log-probs are

@@ -100,28 +100,23 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
+    adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
+    rollout["adv"] = adv[:, None]                                          # (N, 1)
+    # Without a KL, the gradient of a completion with A = 0 is exactly 0. It is not computed.
+    rollout["has_gradient"] = (adv != 0) | (args.beta > 0)                 # (N,)
+    # 4. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    adv = group_advantages(rollout["rewards"], args.group_size)            # 4. advantages: (N,)
-    rollout["adv"] = adv[:, None]                                          # (N, 1)
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics.
-
-    Without a KL, the gradient of a completion whose advantage is 0 is exactly 0, and all advantages
-    of a group of equal rewards are 0. These completions are left out of the forward and backward
-    pass, and out of the means of the statistics, but they count in the N of (3).
-    """
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics:
+    means over the completions that have a gradient, as micro_batches leaves the others out."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # N of (3): the rows of all its micro-batches
-            if args.beta == 0:
-                teaches = (minibatch["adv"] != 0).any(1)                       # (N,)
-                minibatch = {name: value[teaches] for name, value in minibatch.items()}
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
                 loss, stats = policy_loss(
