@@ -697,7 +697,10 @@ def math_reward(completion, answer):
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written, and defaults."""
+    """Shows the docstring as written, and defaults, but not a default of None."""
+    def _get_help_string(self, action):
+        """Return the text of a flag; argparse's own hook."""
+        return action.help if action.default is None else super()._get_help_string(action)
 
 def make_parser(script, doc):
     """Make an argparse parser whose --help is the script's docstring."""
