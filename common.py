@@ -164,8 +164,8 @@ class Optimizer:
             eps=eps, weight_decay=0.0, fused=True)
 
     def step(self, prefix=""):
-        """Take one step and clear the gradient. A gradient that is not finite is no step, nor is one
-        of 0, where Adam's momentum alone would move the weights.
+        """Take one step and clear the gradient. There is no step if the gradient is not finite, or
+        if it is 0, because then Adam's momentum alone would move the weights.
         Returns statistics, whose names begin with `prefix`."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}

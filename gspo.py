@@ -125,8 +125,8 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics:
-    means over the completions that have a gradient, as micro_batches leaves the others out."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
+    which are means over the rows of the micro-batches: those that have a gradient."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

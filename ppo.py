@@ -153,7 +153,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
+    which are means over the rows of the micro-batches: those that have a gradient."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

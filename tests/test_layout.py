@@ -33,7 +33,7 @@ def test_a_script_follows_the_template(name):
 @pytest.mark.parametrize("function", ["group_advantages", "collect", "update", "main"])
 def test_grpo_and_gspo_differ_in_the_ratio_alone(function):
     """But for the lines that only GSPO-token needs, and a warning of its clip range."""
-    gspos = r"\n( +)if (args\.token_level|stats\[.sampling_sequence_difference).*(\n\1 +.*)+"
+    gspos = r"\n( +)if (args\.token_level|stats.get\(.sampling_sequence_difference).*(\n\1 +.*)+"
     one, other = (FUNCTIONS[name][function] for name in ("grpo", "gspo"))
     assert one == re.sub(gspos, "", other)
 
