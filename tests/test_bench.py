@@ -33,7 +33,7 @@ def test_rewards_are_equal_in_a_share_of_the_groups():
 
 @pytest.mark.slow
 def test_another_checkout_is_timed_with_its_own_defaults(tmp_path, monkeypatch):
-    """The other one's --micro_batch_tokens is 77 by default, and its update is seen to get it."""
+    """The other one's --micro_batch_tokens is 77 by default. Our own modules stay what they were."""
     for name in ("common.py", "grpo.py"):
         shutil.copy(ROOT / name, tmp_path)
     source = (ROOT / "common.py").read_text().replace("else 1536)", "else 77)")
