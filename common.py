@@ -32,7 +32,6 @@ import shutil
 import sys
 import textwrap
 import time
-import traceback
 from argparse import BooleanOptionalAction
 from fractions import Fraction
 from functools import lru_cache
@@ -192,7 +191,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     of transformers would add the model's own top_k and the like, read a prompt once for each
     completion and keep finished rows to the end."""
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
-        fail("a prompt has a token that --model has no embedding of: its tokenizer has grown since")
+        fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     with autocast(args):
@@ -414,8 +413,7 @@ def progress(items, doing, unit):
 # ---- Models ----
 def load_policy(args):
     """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
-    Lowers args.max_prompt_tokens to what the model has room for, and prints the settings. Where
-    CUDA graphs fail, sets args.cuda_graphs to False."""
+    Lowers args.max_prompt_tokens to the room there is, and goes without CUDA graphs if need be."""
     import transformers  # takes seconds: after the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -440,19 +438,16 @@ def load_policy(args):
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
-    values = " ".join(f"{name}={value}" for name, value in vars(args).items())
-    print(textwrap.fill(values, 79, break_long_words=False, break_on_hyphens=False))
+    print(*(f"{name}={value}" for name, value in vars(args).items()))
     switch_off_noise(policy)
     policy.train()  # gradient checkpointing works in this mode only
     with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported"):
         try:
             check_model(policy, tokenizer, args)
-        except Exception:
-            if not args.cuda_graphs or policy.device.type != "cuda":
-                raise
+        except Exception:  # not every model works with CUDA graphs
             args.cuda_graphs = False
             check_model(policy, tokenizer, args)
-            print("warning: this model does not work with CUDA graphs: sampling goes on without")
+            print("warning: CUDA graphs do not work with this model: sampling without")
     if args.dtype == "bfloat16":  # from here on float32 products, the heads', are in TF32
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # 11 bits; bfloat16 has 8
     return policy, tokenizer
@@ -526,10 +521,13 @@ def read_dataset(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
+        # In a path, [, * and ? would be a pattern, which other files match. A file's is escaped.
+        path = os.path.abspath(source)
         if Path(source).suffix in formats:
-            # Escaped, as a name with [, * or ? would be a pattern for the names of other files.
             splits = datasets.load_dataset(
-                formats[Path(source).suffix], data_files=glob.escape(source))
+                formats[Path(source).suffix], data_files=glob.escape(path))
+        elif Path(path).exists() and glob.escape(path) != path:
+            raise ValueError(f"a directory with [, * or ? in its path: {path}")
         else:
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
@@ -542,8 +540,7 @@ def prepare(rows, tokenizer, args, use):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
     problems, left_out = [], []
-    too_long = (f"too long (over {args.max_prompt_tokens} tokens: --max_prompt_tokens, "
-                "or all positions less --max_new_tokens)")
+    too_long = f"too long (over {args.max_prompt_tokens}: --max_prompt_tokens, --max_new_tokens)"
     chats = [read_chat(row, args) for row in rows]
     for row, chat, prompt in zip(rows, chats, prompts_of(chats, tokenizer, args)):
         question, answer = chat[-1]["content"], text_of(row, args.answer_column, args)
@@ -560,9 +557,8 @@ def prepare(rows, tokenizer, args, use):
     if not problems:
         fail(f"--dataset {args.dataset}: {summary}")
     print(summary)
-    prompts = [problem["prompt"] for problem in problems]
-    unknown = sum(prompt.count(tokenizer.unk_token_id) for prompt in prompts)
-    if unknown >= sum(map(len, prompts)) / 2:  # as the toy with other data
+    ids = [token for problem in problems[:1000] for token in problem["prompt"]]
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # as the toy with other data
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
     return problems
 
@@ -612,7 +608,7 @@ def batch_of(problems, step, args):
 def answer_reward(problems, completions):
     """Return 1.0 for a completion with the problem's answer, else 0.0."""
     if problems[0]["answer"] == "":
-        fail('--answer_column "" is for rewards that need no answer; answer_reward needs one')
+        fail('--answer_column "": answer_reward needs the gold answers')
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
@@ -631,9 +627,11 @@ def rewards_of(reward, problems, rollout):
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
-# items of a list and terms of a sum are sorted, units go. Only respelled is an answer with a
-# bracket, bar or relation (tuple, matrix, inequality), or with a minus after ^ or /, which begins
-# no term. No algebra: 2+3 is not 5.
+# items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
+# paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
+# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled but not sorted.
+# Neither is one with a minus after ^ or /, because that minus does not begin a term. No algebra:
+# 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
 SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
@@ -690,12 +688,10 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(4096)  # a gold answer is met once for each completion
+@lru_cache(2 ** 16)  # many problems have the same gold answer, and each completion asks for it
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
-    if re.fullmatch(NUMBER, text, re.ASCII):  # all that follows would not change it, but takes long
-        return exact(text)
     for pattern, replacement in SPELLINGS:
         text = " ".join(re.sub(pattern, replacement, text).split())
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text):  # 1,234.50
@@ -822,10 +818,9 @@ def or_fail(message):
     except torch.OutOfMemoryError:
         raise  # launch says what to do
     except Exception as error:
-        error = error.__cause__ or error  # datasets hides what is wrong with a file behind another
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
-        fail(f"{message}: {reason} ({Path(place.filename).name}:{place.lineno})")
+        # What is wrong with a file is the cause of the error that datasets raises.
+        reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
+        fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
 # ---- Run ----
 def launch(main, args):
@@ -889,8 +884,8 @@ def load_checkpoint(args, policy, parts):
 class Logger:
     """Writes metrics.jsonl and args.json; shows a bar and prints lines."""
     STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
-            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}",
-            "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
+            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clip {:.2%}",
+            "explained_variance": "critic {:.2f}", "seconds": "{:.1f}s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
     HELD_OUT |= {f"eval_pass@{k}": f"pass@{k} {{:.3f}}" for k in (2, 4, 8, 16, 32, 64)}
@@ -916,7 +911,7 @@ class Logger:
         if "reward" in stats:
             self.bar.write(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
         if "eval_accuracy" in stats:
-            self.bar.write(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
+            self.bar.write(f"held out after {step} steps  {format_stats(stats, self.HELD_OUT)}")
             if rollout:
                 answer = extract_answer(problem["answer"]) or problem["answer"]
                 text = f"{problem['question']}\n{rollout['texts'][0].strip()}"

@@ -32,8 +32,9 @@ def weights(out="run"):
 COUNTS = ("prompts group_size steps epochs minibatches max_new_tokens max_prompt_tokens micro_batch_tokens "
           "eval_every eval_problems eval_samples save_every").split()
 BAD_FLAGS = dict.fromkeys(COUNTS, "0 -1 1.5 x") | {
-    "temperature": "0 -1 nan x", "lr": "0 -1 nan", "max_grad_norm": "0 -1 nan", "eps_high": "0 nan",
-    "eps_low": "0 -0.1 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5", "seed": "-1 x",
+    "temperature": "0 -1 nan x", "lr": "0 -1 nan inf", "max_grad_norm": "0 -1 nan", "eps_high": "0 nan",
+    "eps_low": "0 -0.1 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5",
+    "seed": "-1 x 1000000000001",  # a step's seed, a million times it, must fit into 64 bits
     "dtype": "float64 float16", "device": "bogus cuda:1", "nope": "3", "step": "3"}  # --step is not --steps
 OWN_FLAGS = {ppo: {"gamma": "-1 1.1 nan", "lam": "1.1", "vf_coef": "-1", "eps_value": "0", "value_lr": "0"},
              grpo: {"group_size": "1", "kl": "k1", "ref_every": "0 x", "gamma": "1"},
@@ -84,6 +85,12 @@ def no_end(path):
     edit(path / "tokenizer_config.json", eos_token=None)
     edit(path / "generation_config.json", eos_token_id=None)
 
+def more_words(path):
+    """The tokenizer learns three, the model, which has room for two, none."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["one", "two", "What"])
+    tokenizer.save_pretrained(path)
+
 BROKEN = {  # what is wrong: (how to break a model directory, words of the message)
     "not there": (shutil.rmtree, "loaded"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "loaded"),
@@ -91,7 +98,21 @@ BROKEN = {  # what is wrong: (how to break a model directory, words of the messa
     "a weight that is nan": (reweigh(lambda weight: weight * float("nan")), "not supported"),
     "an encoder": (lambda path: edit(path / "config.json", model_type="vit"), "loaded"),
     "no tokenizer": (lambda path: [file.unlink() for file in path.glob("tokenizer*")], "tokenizer"),
-    "no end of sequence": (no_end, "eos_token")}
+    "no end of sequence": (no_end, "eos_token"),
+    "a token without an embedding": (more_words, "embedding")}
+
+def test_weights_that_the_model_does_not_use_are_named(capsys):
+    """They were dropped without a word: of another model than config.json says, or of an adapter."""
+    shutil.copytree("model", "odd")
+    tensors = load_file("odd/model.safetensors") | {"model.layers.1.extra.weight": torch.ones(2)}
+    save_file(tensors, "odd/model.safetensors", {"format": "pt"})
+    for name, words in (("model", []), ("odd", ["layers.1.extra.weight"])):
+        train(grpo, f"{QUICK} --model {name}", out=f"run-{name}")
+        warnings = [line for line in capsys.readouterr().out.splitlines() if "not used" in line]
+        assert len(warnings) == len(words) and all(map(str.__contains__, warnings, words))
+    Path("odd/adapter_config.json").write_text("{}")
+    common.load_policy(grpo.parse_args(["--device", "cpu", "--model", "odd"]))
+    assert "not used are odd/adapter_config.json, " in capsys.readouterr().out
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_bad_model_directory_is_one_line(what, capsys):
@@ -161,12 +182,16 @@ def test_the_defaults_are_those_of_the_papers_and_of_the_readmes_numbers():
         assert (args.lr, args.epochs, args.temperature, args.minibatches) == (lr, epochs, 1, 4)
     assert (args.eps_value, args.gamma, args.lam, args.vf_coef, args.whiten) == (0.2, 1, 0.95, 0.1, True)
 
-def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype():
+def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(monkeypatch):
+    """A T4 has no bfloat16: it emulates it, several times slower than float32."""
     for flags, dtype, low in (
             ("cpu", "float32", 3e-4), ("cuda", "bfloat16", 0.01),
             ("cpu --dtype bfloat16", "bfloat16", 0.01), ("cuda --dtype float32", "float32", 3e-4),
-            ("cuda --eps_low 0.007", "bfloat16", 0.007)):
-        args = gspo.parse_args(f"--device {flags}".split())
+            ("cuda --eps_low 0.007", "bfloat16", 0.007), ("T4", "float32", 3e-4),
+            ("T4 --dtype bfloat16", "bfloat16", 0.01)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation=True: including_emulation or "T4" not in flags)
+        args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
         assert (args.dtype, args.eps_low) == (dtype, low), flags
 
 # ---- Every flag does what it says ----------------------------------------------------------------
@@ -262,7 +287,12 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     calls, saved = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, common, "save_checkpoint")
     flags = f"{QUICK} --steps 5 --eval_every 2 --save_every 3 --eval_problems 3 --eval_samples 4"
     rows = train(script, flags)
-    assert len(re.findall("pass@4", capsys.readouterr().out)) >= 4  # in the table at the end
+    shown = re.findall(r"after (\d) steps  greedy (\S+)  sampled (\S+)  reward (\S+)  length (\S+)  "
+                       r"pass@2 (\S+)  pass@4 (\S+)$", capsys.readouterr().out, re.M)
+    names = [f"eval_{name}" for name in (
+        "accuracy", "sampled_accuracy", "reward", "completion_length", "pass@2", "pass@4")]
+    expected = [[row["step"], *(row[name] for name in names)] for row in rows if names[0] in row]
+    assert [list(map(float, line)) for line in shown] == [pytest.approx(x, abs=0.051) for x in expected]
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
     assert {len(call.problems) for call in calls} == {3} and [call.step for call in saved] == [3, 5]
     always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
@@ -316,7 +346,7 @@ def printed(capsys, script, flags):
     return capsys.readouterr().out
 
 @every_main
-def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spread, monkeypatch, capsys):
+def test_a_run_prints_its_settings_its_steps_and_evaluations(script, spread, monkeypatch, capsys):
     calls = spy(monkeypatch, script, "collect")
     said = printed(capsys, script, f"{QUICK} --steps 2 --eval_every 1")
     words = said[:said.index("held out")].split()
@@ -329,10 +359,9 @@ def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spr
         shown = f"    | {problem['question']}\n    | {rollout['texts'][0].strip()}\n    | (reward "
         answer = problem["answer"].split("#### ")[1]
         assert f"{shown}{rollout['rewards'][0]:g}, answer {answer})\n" in said
-    close = said[said.rindex("held out, after   0 steps"):]
     for row in rows:
-        assert re.search(rf"after +{row['step']} steps +greedy {row['eval_accuracy']:.3f} ", close)
-    assert str(newest()) in close and "run/metrics.jsonl" in close
+        assert re.search(rf"after {row['step']} steps +greedy {row['eval_accuracy']:.3f} ", said)
+    assert str(newest()) in said and "run/metrics.jsonl" in said
 
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     assert printed(capsys, grpo, QUICK).count("warning: over half of the completions are cut off") == 1

@@ -66,7 +66,7 @@ def test_of_several_configurations_main_is_read():
 
 GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
 BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
-    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl"),
+    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl JSON row"),
     "empty": ("--dataset bad.jsonl", "", "bad.jsonl"),
     "of an unknown kind": ("--dataset bad.txt", GOOD, "bad.txt .jsonl"),
     "not there": ("--dataset gone.jsonl", None, "FileNotFoundError"),
@@ -75,7 +75,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
     "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
     "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 problems of 0"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 problems of 0 none"),  # none is too long
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
 @pytest.mark.parametrize("case", BAD_FILES)
@@ -208,7 +208,8 @@ def turn(role, content):
 @pytest.mark.parametrize("column, value", [
     ("question", ["1 + 1?"]), ("question", {"text": "1 + 1?"}), ("question", [{"text": "1 + 1?"}]),
     ("question", [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]), ("question", []),
-    ("question", [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "text: 2"}]),
+    *[("question", [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "text: 2"}])
+      for role in ("assistant", "Assistant", "gpt", "model", "tool", "system")],
     ("answer", [2]), ("answer", {"value": 2})])
 def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(column, value, capsys):
     rows = [row | {column: value} for row in sums(9)]
@@ -250,7 +251,8 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
 
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "finite nan"), (lambda n: [1e39] * n, "finite inf"),
-    (lambda n: [1.0], "each of 2 [1.0]"), (lambda n: [1.0] * 9, "each of 2"),
+    (lambda n: [1.0], "each of 2 returned 1: [1.0]"),
+    (lambda n: [1.0] * 4096, "each of 2 returned 4096: [...]"),
     (lambda n: sys.exit(0), "sys.exit")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
     """sys.exit(0) ended a run with status 0 and no word."""
