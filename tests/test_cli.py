@@ -1,10 +1,13 @@
 """The command line: flags, bad input, models, what every option does, what a run prints and logs."""
 import argparse
 import collections
+import io
 import json
 import math
 import re
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -363,21 +366,81 @@ def test_a_run_prints_its_settings_its_steps_and_evaluations(script, spread, mon
         assert re.search(rf"after {row['step']} steps +greedy {row['eval_accuracy']:.3f} ", said)
     assert str(newest()) in said and "run/metrics.jsonl" in said
 
+def test_a_line_says_what_it_means_and_fits_80_columns():
+    """A clipped share of .05 is 5 %; the numbers are those of the toy's twentieth step."""
+    step = {"reward": 0.5781, "completion_length": 24.31, "entropy": 0.123, "kl": 0.0123, "clip_frac": 0.05,
+            "seconds": 0.3}
+    line = "reward 0.578  length 24.3  entropy 0.12  kl 0.0123  clip 5.00%  0.3s"
+    assert common.format_stats(step, common.Logger.STEP) == line and len(f"step 20/20  {line}") <= 80
+    held_out = {"eval_accuracy": 1, "eval_sampled_accuracy": 0.975, "eval_reward": 0.9, "eval_pass@8": 0.99,
+                "eval_completion_length": 24.31}
+    line = "greedy 1.000  sampled 0.975  reward 0.900  length 24.3"
+    assert common.format_stats(held_out, common.Logger.HELD_OUT) == f"{line}  pass@8 0.990"
+    assert len(f"held out after 20 steps  {line}") <= 80
+
+def test_the_instruction_asks_for_a_mark_that_the_reward_reads():
+    """Else no completion of a real model earns anything."""
+    mark = common.INSTRUCTION.split()[-1].rstrip(".")
+    assert common.extract_answer(f"2 + 2 is 4.\n{mark} 4") == "4" and grpo.parse_args(
+        ["--model", "x"]).system_prompt == common.INSTRUCTION
+
+@every_script
+def test_evaluations_ask_the_held_out_problems_and_no_step_does(script, spread, monkeypatch):
+    """Else the curves of accuracy would be of problems that were trained on."""
+    loads, evaluations = spy(monkeypatch, common, "load_problems"), spy(monkeypatch, common, "evaluate")
+    steps = spy(monkeypatch, script, "collect")
+    train(script, f"{QUICK} --steps 2 --eval_every 1 --prompts 9 --max_new_tokens 1 --eval_problems 6")
+    questions = lambda problems: sorted(problem["question"] for problem in problems)  # noqa: E731
+    held_out = questions(loads[0].result[1])
+    assert len(held_out) == 6 and [questions(call.problems) for call in evaluations] == [held_out] * 3
+    assert len(steps) == 2 and not any(set(questions(call.problems)) & set(held_out) for call in steps)
+
+@every_main
+def test_the_seconds_of_a_step_are_without_its_evaluation(script, monkeypatch):
+    """An evaluation is made to last 3 seconds by the clock."""
+    later, real = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + later[0])
+    monkeypatch.setattr(common, "evaluate", lambda *_: later.append(later.pop() + 3) or {"eval_accuracy": 0.5})
+    assert 0 < train(script, f"{QUICK} --eval_every 1")[-1]["seconds"] < 3
+
+def test_the_toy_is_computed_by_one_core_and_stdout_takes_every_character(monkeypatch):
+    """So that its sums are the same on every machine. In an encoding without \u03c0 it becomes a ?, and a line is
+    written at once, as a run's output into a file would come late, and be lost if the run is killed."""
+    cores, file = spy(monkeypatch, torch, "set_num_threads"), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii"))
+    for model in ("model", common.TOY):
+        common.launch(lambda args: print("\u03c0 r\xb2"), grpo.parse_args(["--model", model, "--out", f"runs/{len(cores)}"]))
+        assert [call.num_threads if hasattr(call, "num_threads") else 1 for call in cores] == [1] * (model != "model")
+    assert file.getvalue().splitlines() == [b"? r?", b"? r?"]
+
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     assert printed(capsys, grpo, QUICK).count("warning: over half of the completions are cut off") == 1
     shutil.copytree("model", "terse")  # random weights hardly ever stop; now every token ends a completion
     edit(Path("terse/generation_config.json"), eos_token_id=list(range(104)))
     row = train(grpo, f"{QUICK} --model terse", out="short")[1]
     assert (row["truncated"], row["completion_length"]) == (0, 1) and "warning" not in capsys.readouterr().out
+    logger = common.Logger(grpo.parse_args(["--device", "cpu", "--out", "short"]), 0)
+    for share, times in [(0.4, 0), (0.6, 1), (1.0, 1)]:  # over half of them
+        logger.log(1, {"truncated": share})
+        assert capsys.readouterr().out.count("are cut off") == times
 
 def test_a_step_without_a_finite_gradient_is_warned_about(spread, monkeypatch, capsys):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
     assert printed(capsys, grpo, QUICK).count("warning: a gradient was not finite") == 1
+    logger = common.Logger(grpo.parse_args(["--device", "cpu", "--out", "run"]), 0)
+    for stats in ({"skipped": 0, "value_skipped": 0.5}, {"skipped": 0, "value_skipped": 0}):  # of the critic
+        logger.log(1, stats)
+        assert capsys.readouterr().out.count("was not finite") == (stats["value_skipped"] > 0)
 
-def test_a_clip_range_below_the_rounding_of_a_ratio_is_warned_about(spread, capsys):
+def test_a_clip_range_below_the_rounding_of_a_ratio_is_warned_about(spread, monkeypatch, capsys):
     for i, (flags, times) in enumerate([("--eps_low 1e-7", 2), ("--eps_low 0.5", 0)]):
         train(gspo, f"{QUICK} --dtype bfloat16 --steps 2 {flags}", out=f"run{i}")
         assert capsys.readouterr().out.count("warning: rounding moves s further than --eps_low") == times
+    real = common.rollout_stats
+    for of_token, of_sequence in [(1.0, 1e-9), (1e-9, 1.0)]:  # s is a mean: rounding of tokens cancels in it
+        off = {"sampling_logp_difference": of_token, "sampling_sequence_difference": of_sequence}
+        monkeypatch.setattr(common, "rollout_stats", lambda *given: real(*given) | off)
+        assert ("rounding moves s" in printed(capsys, gspo, f"{QUICK} --out by{of_token}")) == (of_sequence > 0.5)
 
 @every_script
 def test_help_shows_the_docstring_and_a_meaning_for_every_flag(script, capsys):
