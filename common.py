@@ -24,6 +24,7 @@ The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N
 import argparse
 import contextlib
 import copy
+import glob
 import json
 import math
 import os
@@ -33,7 +34,6 @@ import shutil
 import sys
 import textwrap
 import time
-import traceback
 from argparse import BooleanOptionalAction
 from fractions import Fraction
 from functools import lru_cache
@@ -194,6 +194,8 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     Returns a rollout. Tokens come from softmax(logits / temperature) and nothing else. The generate
     of transformers would add the model's own top_k and the like, read a prompt once for each
     completion and keep finished rows to the end."""
+    if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
+        fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     with autocast(args):
@@ -225,10 +227,13 @@ def sample(model, prompts, group_size, temperature, stop, args):
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) without a stop token yet
     tokens = torch.zeros(N, T, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(N, T, device=model.device)
+    # Rows at a time: with what draw makes of them, logits take six times their own memory.
+    size = CHUNK // len(model.get_output_embeddings().weight)
     for t in progress(range(T), "sampling", "token"):
         if t > 0:
             cached.read(token)
-        token, logp = draw(head_logits(model, cached.hidden), temperature)  # (n,) both
+        drawn = [draw(head_logits(model, h), temperature) for h in cached.hidden.split(size)]
+        token, logp = map(torch.cat, zip(*drawn))  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running &= ~torch.isin(token, stop)
         if t % 4 == 0:  # not at every token: to count them is to wait for the GPU
@@ -418,10 +423,11 @@ def progress(items, doing, unit):
 # ---- Models ----
 def load_policy(args):
     """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
-    Lowers args.max_prompt_tokens to what the model has room for, and prints the settings."""
+    Lowers args.max_prompt_tokens to the room there is, and goes without CUDA graphs if need be."""
     import transformers  # takes seconds: after the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    print(f"loading {args.model} and {args.dataset}")
     with or_fail(f"--model {args.model}: cannot be loaded on --device {args.device}"):
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, output_loading_info=True)
@@ -431,6 +437,11 @@ def load_policy(args):
             policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
     if found["missing_keys"]:  # transformers would give them random values
         fail(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
+    # Weights of another model than config.json says, say, or an adapter that is not merged.
+    unused = [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]]
+    if unused:
+        names = textwrap.shorten(", ".join(map(str, unused)), 200)
+        print(f"warning: --model {args.model}: not used are {names}")
     if not stop_ids(policy, tokenizer):
         fail(f"--model {args.model}: has no eos_token, so that no completion would ever end")
     config = policy.config.get_text_config()
@@ -438,18 +449,27 @@ def load_policy(args):
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
-    # No dropout (p, *drop*), no router noise (*jitter*): noise alone would move the ratio from 1.
-    for holder in (*policy.modules(), config):  # some layers read the config in forward
-        for name, value in vars(holder).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
-                setattr(holder, name, 0.0)
+    switch_off_noise(policy)
     policy.train()  # gradient checkpointing works in this mode only
-    with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported "
-                 "(on a GPU, try --no-cuda_graphs)"):
-        check_model(policy, tokenizer, args)
+    with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported"):
+        try:
+            check_model(policy, tokenizer, args)
+        except Exception:  # not every model works with CUDA graphs
+            args.cuda_graphs = False
+            check_model(policy, tokenizer, args)
+            print("warning: CUDA graphs do not work with this model: sampling without")
     if args.dtype == "bfloat16":  # from here on float32 products, the heads', are in TF32
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # 11 bits; bfloat16 has 8
     return policy, tokenizer
+
+def switch_off_noise(policy):
+    """Set dropout (p, *drop*) and router noise (*jitter*) to 0: noise alone would move the ratio
+    from 1."""
+    # Some layers read the config in forward.
+    for holder in (*policy.modules(), policy.config.get_text_config()):
+        for name, value in vars(holder).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
+                setattr(holder, name, 0.0)
 
 def load_value(policy):
     """Make PPO's value model: a copy of the policy with a scalar head that starts at 0."""
@@ -499,9 +519,11 @@ def load_problems(args, tokenizer):
             held_out = [row for row, share in zip(train, shares) if share < 0.2]
             train = [row for row, share in zip(train, shares) if share >= 0.2]
     train = prepare(train, tokenizer, args, "train on")
+    # A random choice, the same with every --seed: twice as many as are asked, since some may be
+    # left out, but not all of a large data set, which takes long to prepare.
+    held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     held_out = prepare(held_out, tokenizer, args, "hold out")
-    count = min(args.eval_problems, len(held_out))
-    return train, random.Random(0).sample(held_out, count)  # the same with every --seed
+    return train, held_out[:args.eval_problems]
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""
@@ -509,8 +531,13 @@ def read_dataset(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
+        # In a path, [, * and ? would be a pattern, which other files match. A file's is escaped.
+        path = os.path.abspath(source)
         if Path(source).suffix in formats:
-            splits = datasets.load_dataset(formats[Path(source).suffix], data_files=source)
+            splits = datasets.load_dataset(
+                formats[Path(source).suffix], data_files=glob.escape(path))
+        elif Path(path).exists() and glob.escape(path) != path:
+            raise ValueError(f"a directory with [, * or ? in its path: {path}")
         else:
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
@@ -522,26 +549,25 @@ def prepare(rows, tokenizer, args, use):
     if rows and not columns <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
-    problems, left_out = [], {"no question": 0, "too long": 0, "no readable answer": 0}
-    for row in rows:
-        chat = read_chat(row, args)
-        question, prompt = chat[-1]["content"], prompt_ids(chat, tokenizer, args)
-        answer = text_of(row, args.answer_column, args)
+    problems, left_out = [], []
+    too_long = f"too long (over {args.max_prompt_tokens}: --max_prompt_tokens, --max_new_tokens)"
+    chats = [read_chat(row, args) for row in rows]
+    for row, chat, prompt in zip(rows, chats, prompts_of(chats, tokenizer, args)):
+        question, answer = chat[-1]["content"], text_of(row, args.answer_column, args)
         if not question:
-            left_out["no question"] += 1
+            left_out.append("no question")
         elif len(prompt) > args.max_prompt_tokens:
-            left_out["too long"] += 1
+            left_out.append(too_long)
         elif args.answer_column and not math_reward(f"<answer>{answer}</answer>", answer):
-            left_out["no readable answer"] += 1
+            left_out.append("no readable answer")
         else:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts}"
+    counts = ", ".join(f"{left_out.count(reason)} {reason}" for reason in sorted(set(left_out)))
+    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts or 'none'}"
     if not problems:
-        fail(f"--dataset {args.dataset}: {summary}. Too long is over {args.max_prompt_tokens} "
-             "tokens (--max_prompt_tokens, or all positions less --max_new_tokens)")
+        fail(f"--dataset {args.dataset}: {summary}")
     print(summary)
-    ids = [token for problem in problems for token in problem["prompt"]]
+    ids = [token for problem in problems[:1000] for token in problem["prompt"]]
     if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # as the toy with other data
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
     return problems
@@ -561,18 +587,23 @@ def read_chat(row, args):
     if not isinstance(chat, list):
         chat = [{"role": "user", "content": text_of(row, args.question_column, args)}]
     with or_fail(f"--dataset {args.dataset}: column {args.question_column} is no text and no chat"):
-        if chat[-1]["role"] == "assistant" or not all(isinstance(m["content"], str) for m in chat):
-            raise ValueError("messages must be texts, and the last one not the assistant's")
+        if chat[-1]["role"] != "user" or not all(isinstance(m["content"], str) for m in chat):
+            raise ValueError("messages must be texts, and the last one the user's")
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
     return chat
 
-def prompt_ids(chat, tokenizer, args):
-    """Turn a chat into token ids: by the chat template, or as its texts, each with a newline."""
-    if not tokenizer.chat_template:
-        return tokenizer("".join(message["content"] + "\n" for message in chat))["input_ids"]
-    with or_fail(f"--model {args.model}: its chat template fails (perhaps by --system_prompt)"):
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+def prompts_of(chats, tokenizer, args):
+    """Turn chats into token ids, one list after another: by the chat template, or, without one, as
+    their texts, each with a newline. A thousand at a time, which is faster than each by itself."""
+    for start in progress(range(0, len(chats), 1000), "reading problems", "thousand"):
+        part = chats[start:start + 1000]
+        if tokenizer.chat_template:
+            with or_fail(f"--model {args.model}: its chat template fails (by --system_prompt?)"):
+                prompts = tokenizer.apply_chat_template(part, add_generation_prompt=True)
+        else:
+            prompts = tokenizer(["".join(m["content"] + "\n" for m in chat) for chat in part])
+        yield from prompts["input_ids"]
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
@@ -586,28 +617,31 @@ def batch_of(problems, step, args):
 # ---- Rewards ----
 def answer_reward(problems, completions):
     """Return 1.0 for a completion with the problem's answer, else 0.0."""
+    if problems[0]["answer"] == "":
+        fail('--answer_column "": answer_reward needs the gold answers')
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The G completions of a problem
     are rows one after another. The function must return a finite number for each."""
     texts = rollout["texts"]
-    group_size = len(texts) // len(problems)
-    problem_of_row = [problem for problem in problems for _ in range(group_size)]
+    problem_of_row = [p for p in problems for _ in range(len(texts) // len(problems))]
     try:
         rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
     except SystemExit:  # of code that it runs, say; else the run would end without a word
         fail("the reward function called sys.exit")
     if len(rewards) != len(texts) or not rewards.isfinite().all():
-        fail(f"the reward function must return a finite number for each of {len(texts)} "
-             f"completions, not {rewards.tolist()}")
+        fail(f"the reward function must return a finite number for each of {len(texts)} completions"
+             f"; it returned {len(rewards)}: {textwrap.shorten(str(rewards.tolist()), 200)}")
     return rewards.to(rollout["ids"].device)
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
-# items of a list and terms of a sum are sorted, units go. Only respelled is an answer with a
-# bracket, bar or relation (tuple, matrix, inequality), or with a minus after ^ or /, which begins
-# no term. No algebra: 2+3 is not 5.
+# items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
+# paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
+# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled but not sorted.
+# Neither is one with a minus after ^ or /, because that minus does not begin a term. No algebra:
+# 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
 SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
@@ -664,7 +698,7 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(4096)  # a gold answer is met once for each completion
+@lru_cache(2 ** 16)  # many problems have the same gold answer, and each completion asks for it
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -719,7 +753,7 @@ def in_range(kind, low, high=math.inf):
     return convert
 
 positive_int, non_negative_int, two_or_more = in_range(int, 1), in_range(int, 0), in_range(int, 2)
-positive_float, non_negative_float = in_range(float, 1e-12), in_range(float, 0)
+positive_float, non_negative_float = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
 zero_to_one = in_range(float, 0, 1)
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 TOY_SETTINGS = dict(  # defaults where --model is the toy; a script adds its own in parse
@@ -752,10 +786,10 @@ def add_args(parser):
     add("--device", choices=["cpu", "cuda"],
         default="cuda" if torch.cuda.is_available() else "cpu", help="cuda is a GPU")
     add("--dtype", choices=["float32", "bfloat16"],
-        help="of matrix products; if not given bfloat16 on a GPU, float32 on a CPU")
+        help="of matrix products; if not given bfloat16 on a GPU that has it, else float32")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=positive_int, default=200, help="rollouts in the run")
-    add("--seed", type=non_negative_int, default=0, help="of the samples and the problems' order")
+    add("--seed", type=in_range(int, 0, 10 ** 12), default=0, help="of samples and problem order")
     add("--out", help="output directory",
         default=f"runs/{Path(parser.prog).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
@@ -773,12 +807,14 @@ def parse(parser, argv, **toy_settings):
     if args.resume:
         with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
-        if saved["script"] != parser.prog:
-            fail(f"--resume: the run in {args.out} is one of {saved['script']}")
+            if saved["script"] != parser.prog:
+                fail(f"--resume: the run in {args.out} is one of {saved['script']}")
         parser.set_defaults(**saved)
     args = parser.parse_args(argv)
     args.script = parser.prog
-    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
+    has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
     # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse.
     args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.device == "cuda" else 1536)
     if args.minibatches > args.prompts:
@@ -798,13 +834,15 @@ def or_fail(message):
     except torch.OutOfMemoryError:
         raise  # launch says what to do
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
-        fail(f"{message}: {reason} ({Path(place.filename).name}:{place.lineno})")
+        # What is wrong with a file is the cause of the error that datasets raises.
+        reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
+        fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out made and locked. Out of memory and Ctrl-C are one line each."""
+    if hasattr(sys.stdout, "reconfigure"):  # a character that cannot be written becomes a ?, and
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # each line is out at once
     if Path(args.model).resolve() == Path(TOY):
         torch.set_num_threads(1)  # the same sums for any number of cores; more gain little
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
@@ -816,7 +854,8 @@ def launch(main, args):
         with lock:
             main(args)
     except KeyboardInterrupt:
-        fail(f"interrupted; go on from the last checkpoint with --out {args.out} --resume", 130)
+        begun = Path(args.out, "args.json").exists()
+        fail(f"interrupted; go on with --out {args.out}" + " --resume" * begun, 130)
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or "
              "--max_new_tokens (sampling), or give --beta 0")
@@ -861,8 +900,8 @@ def load_checkpoint(args, policy, parts):
 class Logger:
     """Writes metrics.jsonl and args.json; shows a bar and prints lines."""
     STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
-            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}",
-            "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
+            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clip {:.2%}",
+            "explained_variance": "critic {:.2f}", "seconds": "{:.1f}s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
     HELD_OUT |= {f"eval_pass@{k}": f"pass@{k} {{:.3f}}" for k in (2, 4, 8, 16, 32, 64)}
@@ -888,7 +927,7 @@ class Logger:
         if "reward" in stats:
             self.bar.write(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
         if "eval_accuracy" in stats:
-            self.bar.write(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
+            self.bar.write(f"held out after {step} steps  {format_stats(stats, self.HELD_OUT)}")
             if rollout:
                 answer = extract_answer(problem["answer"]) or problem["answer"]
                 text = f"{problem['question']}\n{rollout['texts'][0].strip()}"
@@ -906,7 +945,7 @@ class Logger:
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_accuracy" in stats:
-                print(f"held out, after {stats['step']:3} steps  "
+                print(f"held out after {stats['step']:3} steps  "
                       f"{format_stats(stats, self.HELD_OUT)}")
         print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")
         print(f"metrics               {self.path}")

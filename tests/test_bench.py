@@ -46,6 +46,15 @@ def test_another_checkout_is_timed_with_its_own_defaults(tmp_path, monkeypatch):
     table = bench.main(["--against", str(tmp_path), "--equal", "0.5", "--minibatches", "2"])
     assert table["step, plain: the other checkout"][2] > 0
 
+def test_a_copy_reads_and_writes_and_a_ratio_is_plain_over_ours(monkeypatch):
+    """By clocks that say 1 s: 4 copies of 4 x 2^25 bytes are read and written. Of ours 1 s, plain 2 s: 2x."""
+    machine = types.SimpleNamespace(
+        gpu=False, args=settings(grpo), seconds=lambda function: (1.0, None), report=lambda *_: None)
+    bench.rates(machine)
+    assert machine.bandwidth == 4 * 2 * 4 * 2 ** 25 and machine.rate == 4 * 2 * 1024 ** 3
+    machine.seconds, machine.pairs = (lambda function: (function(), None)), 3
+    assert bench.Bench.race(machine, lambda: 1.0, lambda: 2.0)[:2] == (1.0, 2.0)
+
 def test_plain_ways_compute_the_same(family):
     model, batch, args = tiny_model(family), random_batch(7, seed=1), settings(grpo, max_new_tokens=9)
     logps = [f(model, batch, args) for f in (common.token_logprobs, bench.plain_logprobs)]

@@ -7,9 +7,11 @@ import statistics
 
 import pytest
 import torch
+import transformers
 from conftest import make_batch, refused, save_tiny, settings, spy, tiny_model, tiny_tokenizer
 from test_logprobs import full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 import common
 import grpo
@@ -142,6 +144,33 @@ def test_draw_never_takes_what_has_no_chance():
             patch.setattr(torch, "rand", lambda *shape, device: torch.full(shape, u))
             token, logp = common.draw(logits, 0.7)
         assert token.tolist() == [expected] * 4 and logp.tolist() == pytest.approx([math.log(0.5)] * 4)
+
+def test_draw_of_probabilities_that_do_not_add_up_to_one(monkeypatch):
+    """In float32 they need not: a u above their sum would be an id beyond the last, on a GPU a dead context. The
+    sums are in float64: a GPU adds in parallel, and in float32 they might decrease from id to id."""
+    torch.manual_seed(1)
+    logits = torch.randn(64, 1000) * 3
+    short = logits.log_softmax(-1).exp().sum(-1, dtype=torch.float64) < 1
+    assert 5 < short.sum() < 60
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.zeros(shape))  # u = 1
+    sums = spy(monkeypatch, torch, "cumsum")
+    real, seen = torch.searchsorted, []
+    monkeypatch.setattr(torch, "searchsorted", lambda *given: seen.append(given) or real(*given))
+    token, _ = common.draw(logits, 1.0)
+    assert token.max() < 1000 and not sums and {x.dtype for x in seen[0]} == {torch.float64}
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_a_few_rows_at_a_time_draw_the_same(temperature, monkeypatch):
+    """What draw makes of the logits of 4,096 rows and 150,000 ids would take 14 GB."""
+    rollouts, model = [], tiny_model()
+    calls = spy(monkeypatch, common, "draw")
+    for rows in (1000, 3):
+        monkeypatch.setattr(common, "CHUNK", rows * 64 + 5)
+        calls.clear()
+        torch.manual_seed(0)
+        rollouts.append(generate(model, PROMPTS, 2, 9, temperature))
+        assert max(len(call.logits) for call in calls) == min(rows, 16)
+    torch.testing.assert_close(*({name: r[name] for name in ("ids", "mask", "sampled_logp")} for r in rollouts))
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @torch.no_grad()
@@ -287,6 +316,24 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
     assert {c.temperature for c in calls} == {0.0, 0.6}
     assert all(len(c.prompts) * c.group_size <= max(rows, c.group_size) for c in calls)
 
+def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
+    """Every evaluation draws with the same numbers, so that two differ by the model alone; but within one, no two
+    batches do. The length that is logged is that of the samples, not of the greedy completions."""
+    model, args = tiny_model(), settings(grpo, prompts=2, group_size=1, eval_samples=2, max_new_tokens=9)
+    model.generation_config.eos_token_id = list(range(0, 64, 5))
+    problems, calls = [{"prompt": [5, 6]}] * 4, spy(monkeypatch, common, "generate")
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(common.evaluate(
+            model, tiny_tokenizer(), problems, lambda problems, texts: [len(text) for text in texts], args))
+    drawn = [call.result["texts"] for call in calls if call.temperature > 0]
+    assert results[0] == results[1] and drawn[:4] == drawn[4:] and len({*map(tuple, drawn[:4])}) == 4
+    greedy, sampled = ([x for call in calls if (call.temperature > 0) == warm
+                        for x in call.result["mask"].sum(1).tolist()] for warm in (False, True))
+    assert results[0]["eval_completion_length"] == pytest.approx(statistics.fmean(sampled))
+    assert statistics.fmean(sampled) != statistics.fmean(greedy)
+
 # --- the check of a model
 
 def test_the_check_sees_a_difference_of_the_sampler_and_of_the_training_pass(tmp_path, monkeypatch, capsys):
@@ -301,3 +348,48 @@ def test_the_check_sees_a_difference_of_the_sampler_and_of_the_training_pass(tmp
             patch.setattr(common, name, off)
             with refused(capsys, "--model", "Qwen2ForCausalLM is not supported", words):
                 common.load_policy(args)
+
+def blind_to_padding(real):
+    """Only a shorter prompt beside a longer one is padded."""
+    return lambda self, ids, attention, positions: real(self, ids, torch.ones_like(attention), positions)
+
+def lost_beyond_20(real):
+    """Positions are right up to 20: only a long prompt shows it."""
+    return lambda self, ids, attention, positions: real(self, ids, attention, positions.clamp(max=20))
+
+def late(real):
+    """From the second token on, the position is one too far."""
+    def read(self, token):
+        self.position += 1
+        real(self, token)
+    return read
+
+def noisy(real):
+    """Noise in training mode that no setting switches off."""
+    return lambda self, x: real(self, x) + 0.1 * self.training * torch.randn_like(x)
+
+@pytest.mark.parametrize("owner, name, fault, words", [
+    (common.CachedModel, "forward", blind_to_padding, "sampler are off"),
+    (common.CachedModel, "forward", lost_beyond_20, "sampler are off"),
+    (common.CachedModel, "read", late, "sampler are off"), (Qwen2MLP, "forward", noisy, "training pass are off")])
+def test_the_check_looks_at_padding_long_prompts_several_tokens_and_noise(
+        owner, name, fault, words, tmp_path, monkeypatch, capsys):
+    """Each is a fault that shows there only."""
+    args = settings(grpo, model=save_tiny(tmp_path))
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    with refused(capsys, "--model", words):
+        common.load_policy(args)
+
+def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(tmp_path, monkeypatch, capsys):
+    """One line says so; the run goes on, and a resumed one does not try again."""
+    def fail():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    args = settings(grpo, model=save_tiny(tmp_path))
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "device", Device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fail)
+    common.load_policy(args)
+    assert args.cuda_graphs is False and capsys.readouterr().out.count("warning: CUDA graphs") == 1
+    monkeypatch.setattr(common, "check_model", lambda *_: fail())  # it is not the graphs
+    with refused(capsys, "Qwen2ForCausalLM is not supported", "capturing"):
+        common.load_policy(args)
