@@ -617,14 +617,14 @@ def batch_of(problems, step, args):
 # ---- Rewards ----
 def answer_reward(problems, completions):
     """Return 1.0 for a completion with the problem's answer, else 0.0."""
-    if problems[0]["answer"] == "":
-        fail('--answer_column "": answer_reward needs the gold answers')
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The G completions of a problem
     are rows one after another. The function must return a finite number for each."""
     texts = rollout["texts"]
+    if reward is answer_reward and problems[0]["answer"] == "":
+        fail('--answer_column "": answer_reward needs the gold answers')
     problem_of_row = [p for p in problems for _ in range(len(texts) // len(problems))]
     try:
         rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])

@@ -54,8 +54,7 @@ def test_a_directory_gives_its_splits():
     assert list(map(len, swapped)) == [6, 12]
 
 def test_a_name_with_a_bracket_or_a_star_is_no_pattern(capsys):
-    """The data of f1.jsonl were read in place of those of f[1].jsonl, of g1.jsonl besides those of g*.jsonl. A
-    directory with such a name cannot be read."""
+    """f1.jsonl was read in place of f[1].jsonl. A directory with such a name cannot be read."""
     for i, name in enumerate(["f[1]", "f1", "g*", "g1", "h?", "h1"]):
         write_jsonl(f"{name}.jsonl", sums(20, start=100 * i))
         Path(name).mkdir()
@@ -114,8 +113,8 @@ def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
     assert b == [a[0] & half, a[1] & half]
 
 def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed(monkeypatch):
-    """Runs of several seeds sit the same exam. Not its first problems, which may be the easy ones; of a large data
-    set only twice as many are prepared as are asked, as that takes long."""
+    """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. To save
+    time twice as many are prepared as are asked, but not all."""
     rows, prepared = sums(200), spy(monkeypatch, common, "prepare")
     flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 20"
     exams = [questions(load(f"{flags} --seed {seed}")[1]) for seed in (0, 7)]
@@ -174,12 +173,12 @@ def test_rows_without_a_gold_answer_are_kept_where_the_reward_needs_none():
     own, held_out = load(f"{flags} --answer_column ''")
     assert len(own) == 5 and held_out and own[0]["answer"] == ""
 
-def test_the_reward_that_needs_answers_is_refused_where_there_are_none(monkeypatch, capsys):
+def test_the_reward_that_needs_answers_is_refused_where_there_are_none(capsys):
     """--answer_column "" leaves problems without one: right completions would earn 0 for ever."""
     with refused(capsys, '--answer_column ""', "answer_reward"):
         train(grpo, f"{TINY} --answer_column ''")
-    monkeypatch.setattr(common, "answer_reward", lambda problems, completions: [1.0] * len(completions))
-    train(grpo, f"{TINY} --answer_column ''", out="own")
+    own = common.rewards_of(lambda problems, texts: [2.0], [{"answer": ""}], rollout("a"))
+    assert own.tolist() == [2]
 
 def test_what_is_trained_on_is_never_held_out():
     """Not with one split of two given twice, either."""
