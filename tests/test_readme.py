@@ -190,20 +190,17 @@ def test_the_memory_of_real_models():
 def test_the_table_of_symbols():
     """Names are in the scripts, and what a rollout holds has the printed shape: of N rows, T columns."""
     sources = "".join((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in ("grpo", "gspo", "ppo"))
-    held = 0
-    for _, names, shapes, _ in table(README.replace("\\|", ""), "| paper | code |"):
-        for name in re.findall(r"`-?(\w+)`", names):
-            assert re.search(rf"\b{name}\b", sources), name
-            for script in (grpo, gspo, ppo):
-                trainer = Trainer(script, beta=0.1)
-                N, T = trainer.rollout["mask"].shape
-                L = trainer.rollout["ids"].shape[1]
-                if name in trainer.rollout:
-                    own, _, ppos = shapes.partition(", in PPO ")
-                    shape = eval(ppos if ppos and script is ppo else own, {"N": N, "T": T, "L": L})
-                    assert trainer.rollout[name].shape == shape, (name, script)
-                    held += 1
-    assert held == 3 * 7 + 2  # of all scripts, and the values and returns of PPO
+    rows = table(README.replace("\\|", ""), "| paper | code |")
+    assert all(re.search(rf"\b{name}\b", sources) for row in rows for name in re.findall(r"\w+", row[1]))
+    for script, count in [(grpo, 7), (gspo, 7), (ppo, 9)]:  # PPO has values and returns, too
+        rollout = Trainer(script, beta=0.1).rollout
+        lengths = dict(zip("NTL", (*rollout["mask"].shape, rollout["ids"].shape[1])))
+        for _, names, shapes, _ in rows:
+            own, _, of_ppo = shapes.partition(", in PPO ")
+            for name in rollout.keys() & set(re.findall(r"\w+", names)):
+                assert rollout[name].shape == eval(of_ppo if of_ppo and script is ppo else own, lengths), name
+                count -= 1
+        assert count == 0
 
 def test_the_ranges_of_the_logged_numbers():
     """ "a to b" are means of the first and last step over five seeds, "below c" all steps of all runs."""
