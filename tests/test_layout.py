@@ -47,14 +47,14 @@ def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, c
     assert 0 < len(re.findall("^[<>]", done.stdout, re.M)) <= cap
 
 @pytest.mark.parametrize("name, cap", [
-    ("common.py", 980), ("grpo.py", 165), ("gspo.py", 180), ("ppo.py", 210), ("tests/*.py", 4100)])
+    ("common.py", 980), ("grpo.py", 165), ("gspo.py", 180), ("ppo.py", 210), ("tests/*.py", 4800)])
 def test_files_stay_short(name, cap):
     contents = [path.read_bytes() for path in ROOT.glob(name)]
     assert 0 < sum(content.count(b"\n") for content in contents) <= cap
 
 def test_the_readme_is_capped_by_words_and_common_by_lines_of_code():
-    """A line of code is no comment, no docstring and not blank."""
-    assert 0 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 5000
+    """The bar of a table is no word. A line of code is no comment, no docstring and not blank."""
+    assert 0 < len(re.findall(r"[^\s|]+", (ROOT / "README.md").read_text(encoding="utf-8"))) <= 5000
     docs = set()
     for node in ast.walk(TREE["common"]):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
