@@ -55,16 +55,14 @@ def test_a_directory_gives_its_splits():
 
 def test_a_name_with_a_bracket_or_a_star_is_no_pattern(capsys):
     """f1.jsonl was read in place of f[1].jsonl. A directory with such a name cannot be read."""
-    for i, name in enumerate(["f[1]", "f1", "g*", "g1", "h?", "h1"]):
+    for i, (name, other) in enumerate([("f[1]", "f1"), ("g*", "g1"), ("h?", "h1")]):
         write_jsonl(f"{name}.jsonl", sums(20, start=100 * i))
-        Path(name).mkdir()
-        write_jsonl(f"{name}/train.jsonl", sums(20))
-    for i, name in enumerate(["f[1]", "f1", "g*", "g1", "h?", "h1"]):
+        write_jsonl(f"{other}.jsonl", sums(20, start=900))
         both = load(f"--dataset '{name}.jsonl' --eval_problems 20")
         assert sorted(questions(sum(both, []))) == sorted(questions(sums(20, start=100 * i)))
-        if not name.endswith("1"):
-            with refused(capsys, f"--dataset {name}", "[, * or ?"):
-                load(f"--dataset '{name}'")
+        Path(name).mkdir()
+        with refused(capsys, f"--dataset {name}", "[, * or ?"):
+            load(f"--dataset '{name}'")
 
 def test_of_several_configurations_main_is_read():
     """openai/gsm8k, of the README's second command, has main and socratic: none is the default."""

@@ -40,7 +40,8 @@ UNEQUAL = pairs(r"""
 x<4 ~ x>4 | x<4 ~ x \le 4 | x ≤ 4 ~ x ≥ 4 | x \le 4 ~ x \geq 4 | ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ |
 1 ~ 1 \frac{1}{11} | 5 ~ 5 squared | 3 ~ 3 quarters | 5 ~ 5 pi | 9 ~ 9**9**9**9 | 5 ~ \sin 5 |
 9 ~ __import__('os') | (1,2,3,4) ~ (1,3,2,4) | 1+x<y+2 ~ 2+x<y+1 | x^-2-3 ~ x^-3-2 | 1/-2-3 ~ 1/-3-2 |
-0.1 ~ 10% | 10% ~ 0.1 | \sqrt{3}/4 ~ \sqrt\frac34 | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 | 1234567 ~ 1234,567 | 5 ~ 5m
+0.1 ~ 10% | 10% ~ 0.1 | \sqrt{3}/4 ~ \sqrt\frac34 | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 | 5 ~ 5m |
+1234567 ~ 1234,567
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
 so \boxed{4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} |

@@ -335,49 +335,30 @@ def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
 
 # --- the check of a model
 
-def test_the_check_sees_a_difference_of_the_sampler_and_of_the_training_pass(tmp_path, monkeypatch, capsys):
+def test_the_check_sees_a_difference_of_the_training_pass(tmp_path, monkeypatch, capsys):
     """Of 1 % of the log-probs. It names --model in one line, and leaves a good model in training mode."""
-    args = settings(grpo, model=save_tiny(tmp_path))
+    args, real = settings(grpo, model=save_tiny(tmp_path)), common.token_logprobs
     assert common.load_policy(args)[0].training
-    for name, words in [("draw", "sampler are off"), ("token_logprobs", "training pass are off")]:
-        with monkeypatch.context() as patch:
-            real = getattr(common, name)
-            off = (lambda *given: 1.01 * real(*given)) if name != "draw" else (
-                lambda *given: (real(*given)[0], 1.01 * real(*given)[1]))
-            patch.setattr(common, name, off)
-            with refused(capsys, "--model", "Qwen2ForCausalLM is not supported", words):
-                common.load_policy(args)
+    monkeypatch.setattr(common, "token_logprobs", lambda *given: 1.01 * real(*given))
+    with refused(capsys, "--model", "Qwen2ForCausalLM is not supported", "training pass are off"):
+        common.load_policy(args)
 
-def blind_to_padding(real):
-    """Only a shorter prompt beside a longer one is padded."""
-    return lambda self, ids, attention, positions: real(self, ids, torch.ones_like(attention), positions)
+FAULTS = {  # what shows them: (a class, a forward pass that is wrong there, whose log-probs are off)
+    "a shorter prompt": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                         real(self, ids, torch.ones_like(attention), positions)),
+    "a long prompt": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                      real(self, ids, attention, positions.clamp(max=20))),
+    "a second token": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                       real(self, ids, attention, positions + (ids.shape[1] == 1))),
+    "training mode": (Qwen2MLP, "training pass", lambda real: lambda self, x:
+                      real(self, x) + 0.1 * self.training * torch.randn_like(x))}
 
-def lost_beyond_20(real):
-    """Positions are right up to 20: only a long prompt shows it."""
-    return lambda self, ids, attention, positions: real(self, ids, attention, positions.clamp(max=20))
-
-def late(real):
-    """From the second token on, the position is one too far."""
-    def read(self, token):
-        self.position += 1
-        real(self, token)
-    return read
-
-def noisy(real):
-    """Noise in training mode that no setting switches off."""
-    return lambda self, x: real(self, x) + 0.1 * self.training * torch.randn_like(x)
-
-@pytest.mark.parametrize("owner, name, fault, words", [
-    (common.CachedModel, "forward", blind_to_padding, "sampler are off"),
-    (common.CachedModel, "forward", lost_beyond_20, "sampler are off"),
-    (common.CachedModel, "read", late, "sampler are off"),
-    (Qwen2MLP, "forward", noisy, "training pass are off")])
-def test_the_check_looks_at_padding_long_prompts_several_tokens_and_noise(
-        owner, name, fault, words, tmp_path, monkeypatch, capsys):
-    """Each is a fault that shows there only."""
+@pytest.mark.parametrize("what", FAULTS)
+def test_the_check_looks_at_all_that_may_go_wrong(what, tmp_path, monkeypatch, capsys):
+    owner, where, fault = FAULTS[what]
     args = settings(grpo, model=save_tiny(tmp_path))
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    with refused(capsys, "--model", words):
+    monkeypatch.setattr(owner, "forward", fault(owner.forward))
+    with refused(capsys, "--model", f"log-probs of the {where} are off"):
         common.load_policy(args)
 
 def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(tmp_path, monkeypatch, capsys):
