@@ -49,8 +49,6 @@ def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
         for value in values.split():
             with refused(capsys, f"--{flag}"):
                 script.parse_args([f"--{flag}={value}"])
-    with refused(capsys, "--minibatches 3", "--prompts 2"):
-        script.parse_args("--prompts 2 --minibatches 3".split())
     script.parse_args("--warmup_steps 0 --beta 0 --eps_low 1 --eps_high 5 --lr 1e-9 --seed 0".split())
     assert not Path("runs").exists()
 
@@ -198,7 +196,8 @@ def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(monkeypatch):
         assert (args.dtype, args.eps_low) == (dtype, low), flags
 
 @pytest.mark.parametrize("flags, tokens", [
-    ("cpu --model x", 1536), ("cuda --model x", 4096), ("cpu --model x --micro_batch_tokens 99", 99), ("cpu", 4096)])
+    ("cpu --model x", 1536), ("cuda --model x", 4096), ("cpu --model x --micro_batch_tokens 99", 99),
+    ("cpu", 4096)])
 def test_micro_batches_go_by_the_device(flags, tokens):
     """The toy, the default model, has a setting of its own."""
     assert grpo.parse_args(f"--device {flags}".split()).micro_batch_tokens == tokens
@@ -346,7 +345,8 @@ def test_gradient_checkpointing_computes_every_layer_twice_of_critic_and_policy(
 # ---- What a run logs and prints ------------------------------------------------------------------
 
 KEYS = set("step reward completion_length truncated entropy kl loss clip_frac ratio_max grad_norm skipped "
-           "zero_gradient zero_variance_groups sampling_logp_difference sampling_sequence_difference seconds".split())
+           "zero_gradient zero_variance_groups sampling_logp_difference sampling_sequence_difference "
+           "seconds".split())
 PPO_KEYS = {"value_loss", "value_grad_norm", "value_skipped", "value_zero_gradient", "explained_variance"}
 
 def printed(capsys, script, flags):
