@@ -404,34 +404,38 @@ def explained_variance(returns, values, mask):
 # ---- Evaluation ----
 def evaluate(policy, tokenizer, problems, reward, args):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
-    Where c of n = --eval_samples samples are right, the unbiased estimate is
-    pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1). A reward of 1 or more is right."""
+    Accuracy is the share of right answers, whatever the reward function pays for. Where c of
+    n = --eval_samples answers are right, the unbiased estimate is
+    pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
     torch.manual_seed(args.seed)  # the same seed at every evaluation
     n = args.eval_samples
-    greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
-    sampled, length = sample_rewards(policy, tokenizer, problems, reward, n, args.temperature, args)
-    right = sampled >= 1  # (problems, n)
-    result = {
-        "eval_accuracy": (greedy >= 1).float().mean().item(),
-        "eval_sampled_accuracy": right.float().mean().item(),
-        "eval_reward": sampled.mean().item(),
-        "eval_completion_length": length}
+    rewards, right, length = sample_rewards(
+        policy, tokenizer, problems, reward, n, args.temperature, args)
+    result = {"eval_reward": rewards.mean().item(), "eval_completion_length": length}
+    if not args.answer_column:
+        return result  # without gold answers there is no accuracy
+    _, greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
+    result["eval_accuracy"] = greedy.mean().item()
+    result["eval_sampled_accuracy"] = right.mean().item()
     for k in [2 ** i for i in range(1, n.bit_length())]:  # 2, 4, 8 ... up to n
-        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
+        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).int().tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
     return result
 
 def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
-    """Reward n samples of each problem: returns rewards (problems, n) and the mean length."""
-    rewards, lengths = [], []
+    """Sample n completions of each problem. Returns their rewards and whether their answers are
+    right, both (problems, n), and their mean length."""
+    rewards, right, lengths = [], [], []
     problems = sorted(problems, key=lambda problem: len(problem["prompt"]))  # little padding
     size = max(1, args.prompts * args.group_size // n)  # as many rows at a time as in a rollout
     for start in progress(range(0, len(problems), size), f"temperature {temperature:g}", "batch"):
         part = problems[start:start + size]
         rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, temperature, args)
         rewards.append(rewards_of(reward, part, rollout).view(-1, n))
+        answers = [problem["answer"] for problem in part for _ in range(n)]
+        right += map(math_reward, rollout["texts"], answers)
         lengths.append(rollout["mask"].sum(1))
-    return torch.cat(rewards), torch.cat(lengths).mean().item()
+    return torch.cat(rewards), torch.tensor(right).view(-1, n), torch.cat(lengths).mean().item()
 
 # ---- Errors ----
 def fail(message, status=2):
@@ -476,6 +480,9 @@ def load_policy(args):
         fail(f"--model {args.model}: has no eos_token, so that no completion would ever end")
     config = policy.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if positions <= args.max_new_tokens:
+        fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} "
+             "positions, for the prompt and the completion together")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
@@ -944,7 +951,7 @@ class Logger:
             file.write(json.dumps({"step": step} | stats) + "\n")
         if "reward" in stats:
             self.bar.write(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
-        if "eval_accuracy" in stats:
+        if "eval_reward" in stats:
             self.bar.write(f"held out after {step} steps  {format_stats(stats, self.HELD_OUT)}")
             if rollout:
                 answer = extract_answer(problem["answer"]) or problem["answer"]
@@ -961,7 +968,7 @@ class Logger:
         """Print the evaluations, and where everything is."""
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
-            if "eval_accuracy" in stats:
+            if "eval_reward" in stats:
                 numbers = format_stats(stats, self.HELD_OUT)
                 print(f"held out after {stats['step']:3} steps  {numbers}")
         print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")

@@ -217,7 +217,12 @@ def same(a, b):
 
 def call(function, given):
     """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
-    return function(*(given[name] for name in inspect.signature(function).parameters))
+    asked = inspect.signature(function).parameters
+    place = "random_rows" if function.__name__ == "policy_loss" else "Trainer"
+    for name in asked.keys() - given.keys():
+        pytest.fail(f"{function.__name__} asks for `{name}`, which the rows of this test do not have: "
+                    f"add it to {place} in tests/conftest.py", pytrace=False)
+    return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
     """What policy_loss takes, for ragged rows in float64, with nonsense in the padding; spread and shift are
@@ -226,7 +231,7 @@ def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
     old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
     return {"logp": old + spread * noise + shift, "old_logp": old, "ref_logp": old + 0.5 * gap,
-            "adv": adv[:, :1], "mask": mask}
+            "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
 
 def loss_of(script, rows, args):
     """The loss of such rows, its gradient by logp, and its statistics."""
@@ -248,10 +253,15 @@ class Trainer:
         self.value.score = torch.nn.Linear(16, 1)
         self.optimizers = {"policy": Recorder(self.policy), "value": Recorder(self.value)}
         self.tokenizer, self.reward = tiny_tokenizer(8), count_t3
-        self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3]} for i in range(6)]
+        self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
+                         for i in range(6)]
         self.collect()
 
     def collect(self):
+        """A copy may keep state of its own: `tracker` is a Tracker(), if the copy has such a class."""
+        for name in inspect.signature(self.script.collect).parameters.keys() - vars(self).keys():
+            if hasattr(self.script, name.title()):
+                setattr(self, name, getattr(self.script, name.title())())
         self.rollout, self.stats = call(self.script.collect, vars(self))
 
     def update(self):

@@ -141,8 +141,9 @@ def test_names_that_are_nothing_a_device_that_is_not_there_and_a_taken_out_are_r
 def test_more_tokens_than_the_model_has_positions_are_refused_and_prompts_leave_room(capsys):
     """GPT-2's learned positions end at 128 here: going beyond is an index error, on a GPU a dead context."""
     save_tiny("gpt", "gpt2", char_tokenizer())
-    for tokens in (150, 128, 127):  # room for no token of a prompt, and for one
-        with refused(capsys, "--max_new_tokens", "too long"):
+    few = "has 128 positions"
+    for tokens, words in ((150, few), (128, few), (127, "too long")):  # with 127 a prompt has one token
+        with refused(capsys, "--max_new_tokens", words):
             train(grpo, f"{QUICK} --model gpt --max_new_tokens {tokens}")
     train(grpo, f"{QUICK} --model gpt --max_prompt_tokens 99 --max_new_tokens 107")
     held = json.loads(Path("run/args.json").read_text(encoding="utf-8"))
@@ -306,6 +307,12 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
     assert {key for key in rows[0] if key.startswith("eval")} == always | {"eval_pass@2", "eval_pass@4"}
     assert newest().name == "step-5" and train(script, QUICK, out="one")[0].keys() == always | {"step"}
+
+def test_without_gold_answers_a_run_shows_the_reward_and_no_accuracy(spread, capsys):
+    """A reward from 0 to 1: were it taken for an accuracy, that would read 0.000."""
+    said = printed(capsys, grpo, f"{QUICK} --answer_column ''")
+    assert re.findall(r"^held out, after .*? steps:?  (\w+)", said, re.M) == ["reward"] * 4
+    assert "greedy" not in said and "0.000 " not in said
 
 @every_main
 def test_an_evaluation_is_of_the_policy_after_the_step_it_is_logged_with(script, spread, monkeypatch):

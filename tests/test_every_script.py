@@ -13,6 +13,14 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "\ndef policy_loss("
 OPTIONS = {"grpo": [{}, {"kl": "wk3"}], "gspo": [{}, {"beta": 0.3, "kl": "wk3"}, {"token_level": True}]}
 VARIANTS = [(name, options) for name in SCRIPTS for options in OPTIONS.get(name, [{}])]  # of policy_loss
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
+OURS = ("ppo", "grpo", "gspo")
+
+def same_gradient(script, found, expected):
+    """Of a copy's gradient only the direction: it may divide by its tokens, or by nothing."""
+    if script.__name__ in OURS:
+        torch.testing.assert_close(found, expected, **EXACT)
+    else:
+        torch.testing.assert_close(found / found.norm(), expected / expected.norm(), rtol=0, atol=1e-6)
 
 @pytest.fixture(params=SCRIPTS)
 def script(request):
@@ -35,8 +43,9 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options):
     expected = torch.autograd.grad(loss / 12, list(trainer.policy.parameters()))
     expected = torch.cat([g.flatten() for g in expected])
     [gradient], found = trainer.gradients(rollout)
-    torch.testing.assert_close(gradient[:len(expected)], expected, **EXACT)  # behind it PPO's critic
-    assert found["loss"] == pytest.approx(loss.item() / 12, rel=1e-5) and found["clip_frac"] > 0.05
+    same_gradient(script, gradient[:len(expected)], expected)  # behind it PPO's critic
+    if name in OURS:
+        assert found["loss"] == pytest.approx(loss.item() / 12, rel=1e-5) and found["clip_frac"] > 0.05
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     """And the same statistics: those of all rows, not of the last micro-batch."""
@@ -49,10 +58,10 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     assert whole.norm() > 0.01
 
 def test_the_gradient_is_a_mean_over_rows(script):
-    """A rollout twice over has the same gradient. (It has twice the gradient if an objective is a sum.)"""
+    """A rollout twice over has the same gradient. (Twice the gradient if a copy's objective is a sum.)"""
     trainer, rollout = Trainer(script).moved()
     twice = {name: torch.cat([x, x]) for name, x in rollout.items()}
-    torch.testing.assert_close(trainer.gradients(twice)[0], trainer.gradients(rollout)[0], **EXACT)
+    same_gradient(script, trainer.gradients(twice)[0], trainer.gradients(rollout)[0])
 
 def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
     """Six groups in minibatches of 2, 2, 1, 1: each step is as if its rows were the rollout."""
@@ -79,7 +88,8 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
     calls, losses = spy(monkeypatch, common, "token_logprobs"), spy(monkeypatch, script, "policy_loss")
     trainer.update()
     rows = [row for c in calls for row in c.batch["row"].tolist()]
-    assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12))
+    taught = trainer.rollout["has_gradient"].nonzero().squeeze(1).tolist()
+    assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
     for c, loss in zip(calls, losses, strict=True):
         assert torch.equal(loss.old_logp, c.batch["old_logp"])
         for name, x in c.batch.items():
@@ -89,7 +99,7 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
 
 def test_statistics_are_those_of_all_passes(script, monkeypatch):
     """Sums over sums, of every micro-batch of both passes: the last pass alone would clip far more."""
-    trainer = Trainer(script, epochs=2, minibatches=2, micro_batch_tokens=40)
+    trainer = Trainer(script, epochs=2, minibatches=2, micro_batch_tokens=20)
     trainer.use_adam(lr=0.02)
     calls = spy(monkeypatch, script, "policy_loss")
     stats, logged = trainer.update(), [call.result[1] for call in calls]
@@ -122,8 +132,10 @@ def test_the_temperature_is_that_of_the_samples_and_of_all_log_probs(script):
     """Against the models' whole logits, a row at a time. At 0.001 only the likeliest tokens are sampled."""
     trainer = Trainer(script)
     rollout = trainer.rollout
+    lengths = rollout["mask"].sum(1).long().tolist()
     for name, model in [("old_logp", trainer.policy), ("ref_logp", trainer.reference)]:
-        for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
+        for i in rollout["has_gradient"].nonzero().squeeze(1).tolist():
+            n = lengths[i]
             ids = rollout["ids"][i, :rollout["attention"][i].sum()]
             logp = (model(ids[None]).logits[0] / 0.6).log_softmax(-1)[:-1].gather(1, ids[1:, None])[-n:, 0]
             torch.testing.assert_close(rollout[name][i, :n], logp, rtol=1e-5, atol=1e-5)
@@ -145,6 +157,7 @@ def test_what_is_collected_carries_no_gradient(script):
 def test_the_token_that_ends_a_completion_is_trained(script):
     """Else stopping is never learnt: end-of-sequence has a gradient where any token of its row has one."""
     trainer, ends = Trainer(script, max_new_tokens=20), 0
+    trainer.args.beta = 0.0  # the KL alone would push every token
     rollout, length = trainer.rollout, trainer.rollout["mask"].sum(1).long()
     _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)
     for i, n in enumerate(length.tolist()):
@@ -153,7 +166,7 @@ def test_the_token_that_ends_a_completion_is_trained(script):
         assert pushed == [pushed[0]] * n + [False] * (len(pushed) - n)
         assert (ids == 1).tolist() == [False] * (n - 1) + [finished]
         ends += finished and pushed[n - 1]
-    assert ends >= 3
+    assert ends >= (3 if script.__name__ in OURS else 1)
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_a_row_without_tokens_adds_nothing(name, options):
@@ -172,7 +185,7 @@ def test_a_row_without_tokens_adds_nothing(name, options):
 def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
     """exp(200) is inf in float32, and where it is masked 0 * inf would be NaN."""
     script, zero = importlib.import_module(name), torch.zeros(2, 3)
-    rows = {"logp": zero, "old_logp": zero + old, "ref_logp": zero + ref}
+    rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
     rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
     loss, gradient, stats = loss_of(script, rows, settings(script, **options))
     assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()

@@ -32,13 +32,17 @@ OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
 OPTIONS = {"entropy": {"entropy_coef": 0.05}}
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
+def make_copy(name):
+    """Patch a copy of grpo.py, which is NAME.py here. The patch applies without fuzz or offset."""
+    shutil.copy(ROOT / "grpo.py", f"{name}.py")
+    done = subprocess.run(["patch", "-F0", f"{name}.py", PATCHES[name]], capture_output=True, text=True)
+    assert done.returncode == 0 and "offset" not in done.stdout, done.stdout
+
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """Name of a patch -> the patched grpo.py as a module. It applies without fuzz or offset."""
+    """Name of a patch -> the patched grpo.py as a module."""
     def load(name):
-        shutil.copy(ROOT / "grpo.py", f"{name}.py")
-        done = subprocess.run(["patch", "-F0", f"{name}.py", PATCHES[name]], capture_output=True, text=True)
-        assert done.returncode == 0 and "offset" not in done.stdout, done.stdout
+        make_copy(name)
         spec = importlib.util.spec_from_file_location(f"fork_{name}", f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -205,6 +209,18 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
     start, first, *_, last = train(module, LEARNS + flags)
     assert (start["step"], first["step"], last["step"]) == (0, 1, 4)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
+
+def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
+    """As copies beside common.py: README promises that `pytest` tests a copy. The toy is learnt below."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("common.py", "tests/conftest.py", "tests/test_every_script.py"):
+        shutil.copy(ROOT / name, name)
+    for name in OBJECTIVES:
+        make_copy(name)
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "not learns"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):

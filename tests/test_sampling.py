@@ -285,34 +285,38 @@ def test_replayed_graphs_write_what_single_calls_do(family, config, dtype, monke
 
 # --- evaluation
 
+@pytest.mark.parametrize("column", ["answer", ""])
 @pytest.mark.parametrize("n, rows", [(8, 1024), (8, 12), (1, 3)])
-def test_evaluate_counts_every_problem_once(monkeypatch, n, rows):
-    """Against counts over all k-subsets, ragged last batches included; 1 and more is right. A completion is
-    graded against its own problem, and no more are sampled at a time than in a rollout."""
-    rewards = [[0] * 8, [1] * 8, [0, 0.5, 1.5] + [0] * 5, [0, 1] * 4, [0.5] * 8, [1] + [0] * 7, [0] + [1] * 7]
+def test_evaluate_counts_every_problem_once(monkeypatch, n, rows, column):
+    """Against counts over all k-subsets, ragged last batches included. A completion is graded against its own
+    problem, and no more are sampled at a time than in a rollout. The reward is right - 0.3, so that accuracy
+    is not to be had from it; without gold answers there is none."""
+    right = [[0] * 8, [1] * 8, [0, 0, 1] + [0] * 5, [0, 1] * 4, [0] * 8, [1] + [0] * 7, [0] + [1] * 7]
     problems = [{"question": "", "answer": str(i), "prompt": [i] * (1 + i * 3 % 5)} for i in range(7)]
 
     def stand_in(model, tokenizer, prompts, group_size, temperature, args):
-        texts = [f"{p[0]} {j if temperature else 1}" for p in prompts for j in range(group_size)]
+        asked = [(p[0], j if temperature else 1) for p in prompts for j in range(group_size)]
+        texts = [f"#### {i if right[i][j] else 99}" for i, j in asked]
         lengths = torch.tensor([len(p) for p in prompts]).repeat_interleave(group_size)
         return {"texts": texts, "ids": lengths, "mask": (torch.arange(6) < lengths[:, None]).float()}
 
     def reward(asked, texts):
-        assert [p["answer"] for p in asked] == [text.split()[0] for text in texts]
-        return [rewards[int(i)][int(j)] for i, j in map(str.split, texts)]
+        return [float(text == f"#### {p['answer']}") - 0.3 for p, text in zip(asked, texts, strict=True)]
     monkeypatch.setattr(common, "generate", stand_in)
     calls = spy(monkeypatch, common, "generate")
-    args = settings(grpo, eval_samples=n, temperature=0.6, prompts=rows, group_size=1)
+    args = settings(grpo, eval_samples=n, temperature=0.6, prompts=rows, group_size=1, answer_column=column)
     result = common.evaluate(None, None, problems, reward, args)
-    expected = {"eval_accuracy": statistics.fmean(row[1] >= 1 for row in rewards),
-                "eval_sampled_accuracy": statistics.fmean(r >= 1 for row in rewards for r in row[:n]),
-                "eval_reward": statistics.fmean(r for row in rewards for r in row[:n]),
+    drawn = [x for row in right for x in row[:n]]
+    expected = {"eval_reward": statistics.fmean(drawn) - 0.3,
                 "eval_completion_length": statistics.fmean(len(p["prompt"]) for p in problems)}
-    for k in (2, 4, 8) if n == 8 else ():
-        best = [max(subset) for row in rewards for subset in itertools.combinations(row, k)]
-        expected[f"eval_pass@{k}"] = sum(x >= 1 for x in best) / len(best)
+    if column:
+        expected["eval_accuracy"] = statistics.fmean(row[1] for row in right)
+        expected["eval_sampled_accuracy"] = statistics.fmean(drawn)
+    for k in (2, 4, 8) if n == 8 and column else ():
+        best = [max(subset) for row in right for subset in itertools.combinations(row, k)]
+        expected[f"eval_pass@{k}"] = statistics.fmean(best)
     assert result == pytest.approx(expected)
-    assert {c.temperature for c in calls} == {0.0, 0.6}
+    assert {c.temperature for c in calls} == ({0.0, 0.6} if column else {0.6})
     assert all(len(c.prompts) * c.group_size <= max(rows, c.group_size) for c in calls)
 
 def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):

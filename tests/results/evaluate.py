@@ -1,9 +1,9 @@
-"""The accuracy of a model on all problems of a split, with its standard error.
+"""The accuracy of a model on all problems of a split, with its standard error, and its mean reward.
 
     python tests/results/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --split train
 
 --split is test unless you give another; a single file is train. All flags of grpo.py are known: give --dtype,
---max_new_tokens and --system_prompt as in training.
+--max_new_tokens and --system_prompt as in training. If you trained with a reward of your own, put it in main.
 """
 import json
 import sys
@@ -16,11 +16,12 @@ import grpo  # noqa: E402
 
 def main(args):
     """Print one line of JSON."""
+    reward = common.answer_reward  # or any function (problems, completions) -> numbers
     policy, tokenizer = common.load_policy(args)
     rows = common.read_dataset(args.dataset)[args.split]
     problems = common.prepare(rows, tokenizer, args, "evaluate on")
     result = {"model": args.model, "dataset": args.dataset, "problems": len(problems)}
-    for name, value in common.evaluate(policy, tokenizer, problems, common.answer_reward, args).items():
+    for name, value in common.evaluate(policy, tokenizer, problems, reward, args).items():
         result[name] = round(value, 4)
         if name.endswith("accuracy"):
             result[name + "_se"] = round((value * (1 - value) / len(problems)) ** 0.5, 4)

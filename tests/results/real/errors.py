@@ -53,10 +53,10 @@ def main(args):
             counts["true equation"] += is_true
             counts["both"] += is_gold and is_true
     torch.manual_seed(args.seed)
-    rewards, _ = common.sample_rewards(policy, tokenizer, problems, common.answer_reward, 8, 1.0, args)
+    _, right, _ = common.sample_rewards(policy, tokenizer, problems, common.answer_reward, 8, 1.0, args)
     shares = {name: round(count / len(problems), 3) for name, count in counts.items()}
-    shares["solved by one of 8"] = round((rewards.sum(1) > 0).float().mean().item(), 3)
-    shares["solved by all of 8"] = round((rewards.sum(1) == 8).float().mean().item(), 3)
+    shares["solved by one of 8"] = round((right.sum(1) > 0).float().mean().item(), 3)
+    shares["solved by all of 8"] = round((right.sum(1) == 8).float().mean().item(), 3)
     print(json.dumps({"model": args.model, "problems": len(problems)} | shares))
 
 
