@@ -16,6 +16,8 @@ A rollout is a dict with one row per completion:
     sampled_logp  (N, T)  log pi of each token, as the sampler computed it
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
+    has_gradient  (N,)    True; a script sets it to False where the gradient of a row is exactly 0.
+                          micro_batches leaves such rows out, so their old_logp stays 0
     texts         N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
@@ -119,8 +121,9 @@ def minibatches(rollout, count, group_size):
 
 def micro_batches(batch, tokens, doing="update"):
     """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
-    is one by itself. Rows are sorted by length, so that there is little padding, and trimmed to the
-    longest of them. `doing` is the text of the progress bar."""
+    is one by itself. Rows without a gradient are left out. The others are sorted by length, so that
+    there is little padding, and trimmed to the longest of them. `doing` is the text of the bar."""
+    batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     begin, cuts = 0, []
@@ -161,11 +164,12 @@ class Optimizer:
             eps=eps, weight_decay=0.0, fused=True)
 
     def step(self, prefix=""):
-        """Take one step, unless the gradient is not finite, and clear it.
+        """Take one step and clear the gradient. There is no step if the gradient is not finite, or
+        if it is 0, because then Adam's momentum alone would move the weights.
         Returns statistics, whose names begin with `prefix`."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm).item()
-        stats = {"skipped": (not math.isfinite(norm), 1)}
-        if math.isfinite(norm):
+        stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
+        if math.isfinite(norm) and norm > 0:
             stats["grad_norm"] = (norm, 1)
             self.steps_taken += 1
             warm_up = min(1, self.steps_taken / max(1, self.args.warmup_steps))
@@ -209,6 +213,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "sampled_logp": logp[:, :max(lengths)] * mask,
         "row": torch.arange(len(rows), device=model.device),
         "finished": is_stop.any(1),
+        "has_gradient": torch.ones(len(rows), dtype=torch.bool, device=model.device),
         "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def sample(model, prompts, group_size, temperature, stop, args):
@@ -343,19 +348,24 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    The sampler and the training pass compute the same log pi in different ways. Logged is the root
-    mean square of the difference: over tokens in sampling_logp_difference; of each completion's
-    mean difference in sampling_sequence_difference. More than rounding is a mistake."""
+    The sampler and the training pass compute the same log pi in different ways. Two numbers measure
+    how far apart they are: sampling_logp_difference is the root mean square of the difference over
+    tokens, sampling_sequence_difference that of the mean difference of each completion. They should
+    be no more than rounding; a larger difference is a bug."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     tokens, lengths = mask.sum(), mask.sum(1)
-    difference = rollout["old_logp"] - rollout["sampled_logp"]  # (N, T)
     stats = {
         "reward": groups.mean(),
         "completion_length": lengths.mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -rollout["old_logp"].sum() / tokens,  # estimated from the samples
-        "sampling_logp_difference": (difference.square().sum() / tokens).sqrt(),
-        "sampling_sequence_difference": (difference.sum(1) / lengths).square().mean().sqrt()}
+        "entropy": -rollout["sampled_logp"].sum() / tokens}  # estimated from the samples
+    computed = rollout["has_gradient"]  # (N,) the others have no old_logp
+    if computed.any():
+        difference = (rollout["old_logp"] - rollout["sampled_logp"])[computed]  # (n, T)
+        of_rows = difference.sum(1) / lengths[computed]
+        stats["sampling_logp_difference"] = (
+            difference.square().sum() / mask[computed].sum()).sqrt()
+        stats["sampling_sequence_difference"] = of_rows.square().mean().sqrt()
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is; 0 outside the mask, as both log-probs are
@@ -687,7 +697,10 @@ def math_reward(completion, answer):
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written, and defaults."""
+    """Shows the docstring as written, and defaults, but not a default of None."""
+    def _get_help_string(self, action):
+        """Return the text of a flag; argparse's own hook."""
+        return action.help if action.default is None else super()._get_help_string(action)
 
 def make_parser(script, doc):
     """Make an argparse parser whose --help is the script's docstring."""
@@ -710,8 +723,8 @@ positive_float, non_negative_float = in_range(float, 1e-12), in_range(float, 0)
 zero_to_one = in_range(float, 0, 1)
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 TOY_SETTINGS = dict(  # defaults where --model is the toy; a script adds its own in parse
-    system_prompt="", max_new_tokens=48, gradient_checkpointing=False, steps=20, eval_every=10,
-    save_every=10, eval_problems=2560)
+    system_prompt="", max_new_tokens=48, micro_batch_tokens=4096, gradient_checkpointing=False,
+    steps=20, eval_every=10, save_every=10, eval_problems=2560)
 
 def add_args(parser):
     """Add the flags that every script has."""
@@ -729,8 +742,9 @@ def add_args(parser):
     add("--temperature", type=positive_float, default=1.0, help="in samples and log-probs alike")
     add("--cuda_graphs", action=BooleanOptionalAction, default=True, help="faster on a GPU")
     add = parser.add_argument_group("optimiser and memory").add_argument
-    add("--micro_batch_tokens", type=positive_int, default=4096,
-        help="positions per forward and backward; fewer take less memory, same gradient")
+    add("--micro_batch_tokens", type=positive_int,
+        help="positions per forward and backward; fewer take less memory, same gradient; "
+             "if not given 4096 on a GPU, 1536 on a CPU")
     add("--warmup_steps", type=non_negative_int, default=20, help="optimiser steps until full --lr")
     add("--max_grad_norm", type=positive_float, default=1.0, help="larger gradients are cut to it")
     add("--gradient_checkpointing", action=BooleanOptionalAction, default=True,
@@ -765,6 +779,8 @@ def parse(parser, argv, **toy_settings):
     args = parser.parse_args(argv)
     args.script = parser.prog
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse.
+    args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.device == "cuda" else 1536)
     if args.minibatches > args.prompts:
         fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
     return args

@@ -1,8 +1,8 @@
 """GSPO: group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071).
 
-pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
-question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J
+pi is the model that is trained, pi_old the same model as it sampled, pi_ref a
+frozen copy. For every question q, sample a group of G completions o_1 ... o_G
+from pi_old, reward each with r_i, and maximise J:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
     s_i   = exp(mean_t log w_it),  w_it = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)        (2)
@@ -10,23 +10,25 @@ maximise J
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html): its mean over samples of pi is
-KL(pi || pi_ref). But the mean of its gradient, (1 - x) grad log pi, is grad KL(pi_ref || pi).
---kl wk3 is w_it k3, the unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556; in TRL
-use_bias_correction_kl). Proof: grad (w k3) = w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log
-pi, and its mean over samples of pi_old is the gradient of KL(pi || pi_ref).
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given
+those before it, the mean of k3 over samples of pi is KL(pi || pi_ref). But as
+grad x = -x grad log pi, grad k3 is (1 - x) grad log pi, and the mean of that
+is grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2 (arXiv
+2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad
+log pi, and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 
-There is no value model: the mean of the group is the baseline. There is no reward model: the
-reward is 1 for a right answer, 0 for a wrong one. With --beta 0 there is no pi_ref.
+There is no value model: the mean of the group is the baseline. Here is no
+reward model (DeepSeekMath trains one): a right answer pays 1, a wrong one 0.
 
-The reward belongs to a whole completion, and so do the ratio and its clip. The paper has no KL, so
-beta is 0. GSPO-token (--token_level, eq. 13): s_it = sg[s_i] pi / sg[pi], where sg[x] is x as a
-constant: value s_i, gradient of token t alone. So t may have its own A: gamma^(|o_i| - t) A_i here.
+The reward belongs to a whole completion, and so do the ratio and its clip. The
+min is the same for all t; the mean over t is for KL_it and for --token_level.
+That is GSPO-token (the paper's equations 13, 14): each token may have an A_it.
+The paper leaves the KL out "for brevity", so --beta is 0 by default.
 
-    python gspo.py                                                               a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
+    python gspo.py                             on a laptop, and on one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
 
-Shapes: P prompts per step, G completions per prompt, N = P*G rows, T completion positions.
+Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
 import copy
 import time
@@ -42,49 +44,47 @@ def parse_args(argv=None):
     add("--prompts", type=common.positive_int, default=32, help="P: more make a steadier gradient")
     add("--group_size", type=common.two_or_more, default=8, help="G of (1); usually 8 to 64")
     add("--eps_low", type=common.positive_float, default=None,
-        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
+        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4, or .01 in bfloat16")
     add("--eps_high", type=common.positive_float, default=None,
-        help="clip range above 1 (3); eps_low or more")
+        help="clip range above 1 (3); eps_low or more; in GSPO 4e-4, or .01 in bfloat16")
     add("--beta", type=common.non_negative_float, default=0.0,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=common.positive_int, help="every so many steps pi_ref becomes pi")
-    add("--token_level", action="store_true", help="GSPO-token: a token has its own advantage")
-    add("--gamma", type=common.zero_to_one, default=1.0, help="of A_it, a rule of our own")
-    add("--lr", type=common.positive_float, default=1e-6, help="of AdamW")
+    add("--token_level", action="store_true", help="GSPO-token: every token has its own A_it")
+    add("--gamma", type=common.zero_to_one, default=1.0, help="our A_it: gamma^(|o_i| - t) A_i")
+    add("--lr", type=common.positive_float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=common.positive_int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
-        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
+        help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)  # the toy's
-    # In float32 the paper's range; in bfloat16 rounding alone moves s further than that.
+    args = common.parse(parser, argv, lr=5e-4)  # where --model is the toy
+    # The paper's range is for float32: in bfloat16, rounding alone moves s further than that.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
     return args
 
 def group_advantages(rewards, group_size):
-    """Compute equation (1). Rewards (N,), groups side by side -> advantages (N,).
-
-    The paper does not say which deviation (this is the sample's, n - 1) and has no 1e-4. A group
-    of equal rewards gets exactly 0, as its deviation may be rounding noise.
-    """
+    """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
+    0 in a group. The paper has no 1e-4 and does not name the deviation; here it is the sample's, by
+    n - 1. A group of equal rewards gets exactly 0, as its deviation may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
-    """Compute -J, equations (2) to (4), but for its 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
-    A sum over rows, as the losses of micro-batches add up; update divides by N.
-
-    adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
-    Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
-    """
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
+    """Compute -J, equations (2) to (4), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
+    (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
+    loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    # The mean, not the sum, which grows with the length.
+    # The mean of log w, because their sum grows with the length.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if args.token_level:
+        # sg[x] is x as a constant. So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the
+        # gradient of token t. Therefore every token may have an advantage of its own.
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s] pi/sg[pi]
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
@@ -95,10 +95,10 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl = log_x.exp() - log_x - 1                                       # (N, T)            (4)
         if args.kl == "wk3":
-            kl = kl * log_ratio.clamp(max=20).exp()  # w_it, as in (2)
+            kl = kl * log_ratio.clamp(max=20).exp()  # w_it; in gspo.py `ratio` is s_i
         objective = objective - args.beta * kl
     loss = -(objective * mask / lengths).sum()
-    # Clipped is a good token (adv > 0) above 1 + eps_high, or a bad one below 1 - eps_low.
+    # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
@@ -106,25 +106,27 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward them, compute log-probs and advantages.
-    Returns the rollout (see common.py) and statistics."""
+    """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # evaluate passes 0
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
-    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
-    if reference is not None:
-        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    adv = group_advantages(rollout["rewards"], args.group_size)            # 4. advantages: (N,)
+    adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) |o_i| - t
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
+    # Without a KL, the gradient of a completion with A = 0 is exactly 0. It is not computed.
+    rollout["has_gradient"] = (adv != 0) | (args.beta > 0)                 # (N,)
+    # 4. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
+    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
+    if reference is not None:
+        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
+    which are means over the rows of the micro-batches: those that have a gradient."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -143,8 +145,10 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
+    # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
+    # What a checkpoint has besides the policy; pi_ref only if --ref_every changes it.
     parts = optimizers | ({"reference": reference} if reference and args.ref_every else {})
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     logger = common.Logger(args, start)
@@ -161,7 +165,7 @@ def main(args):
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        if stats["sampling_sequence_difference"] > args.eps_low:
+        if stats.get("sampling_sequence_difference", 0) > args.eps_low:
             logger.bar.write("warning: rounding moves s further than --eps_low: raise both eps")
         logger.log(step, stats, batch[0], rollout)
         if step % args.save_every == 0 or step == args.steps:

@@ -1,8 +1,8 @@
-"""PPO: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347), as in RLHF.
+"""PPO: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347).
 
-pi is the model that is trained, pi_old the model as it sampled, pi_ref a frozen copy. For every
-question q sample a group of G completions o_1 ... o_G from pi_old, reward each with r_i, and
-maximise J
+pi is the model that is trained, pi_old the same model as it sampled, pi_ref a
+frozen copy. For every question q, sample a group of G completions o_1 ... o_G
+from pi_old, reward each with r_i, and maximise J:
 
     A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
             delta_it = r_it + gamma V_{i,t+1} - V_it,  V after the last token = 0              (1)
@@ -10,20 +10,27 @@ maximise J
     J     = 1/N sum_i 1/|o_i| sum_t min(w_it A_it, clip(w_it, 1 - eps_low, 1 + eps_high) A_it) (3)
     r_it  = (r_i at the last token, 0 before it) - beta (log pi_old - log pi_ref)              (4)
 
-and minimise L over a value model V, the critic. Its max, as the min of (3), leaves the way back:
+and minimise L over a value model V, the critic:
 
     L     = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (V'_it - R_it)^2),
             V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value),  V_old is V in (1)      (5)
 
-The critic gives every token an advantage of its own: GRPO does without. A mean over a completion's
-tokens first is how DeepSeekMath writes PPO (arXiv 2402.03300, eq. 1); Schulman et al. and Huang et
-al. take one over all tokens of a batch. (5), --whiten and the defaults, except prompts and
-minibatches, are those of Huang et al. 2024 (The N+ Implementation Details, arXiv 2403.17031).
+(1) is GAE (Schulman et al. 2015, arXiv 1506.02438). (3) takes A whitened, to
+mean 0 and deviation 1 over the rollout (--whiten); R takes the plain A. The
+penalty in (4) is from Ziegler et al. 2019 (arXiv 1909.08593) and InstructGPT
+(2203.02155). The critic gives every token an A of its own: G is 1 by default.
 
-    python ppo.py                                                                a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k      one GPU
+(5), --whiten and the defaults of the flags here, except --prompts and
+--minibatches, are those of Huang et al. 2024 (arXiv 2403.17031). But they
+sample at temperature .7, decay the learning rate without warm-up, shuffle in
+every epoch, may whiten rewards, pay -1 without EOS, start V as the reward
+model, and average over all tokens, as Schulman et al. do. The mean over a
+completion's tokens first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
 
-Shapes: P prompts per step, G completions per prompt, N = P*G rows, T completion positions.
+    python ppo.py                             on a laptop, and on one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
+
+Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
 import copy
 import time
@@ -39,32 +46,31 @@ def parse_args(argv=None):
     add("--prompts", type=common.positive_int, default=256, help="P: more make a steadier gradient")
     add("--group_size", type=common.positive_int, default=1, help="G; PPO needs no group")
     add("--eps_low", type=common.positive_float, default=0.2,
-        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4 to .01")
+        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4, or .01 in bfloat16")
     add("--eps_high", type=common.positive_float, default=0.2,
-        help="clip range above 1 (3); eps_low or more")
+        help="clip range above 1 (3); eps_low or more; in GSPO 4e-4, or .01 in bfloat16")
     add("--beta", type=common.non_negative_float, default=0.05,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--gamma", type=common.zero_to_one, default=1.0, help="discount (1); usually 1: none")
     add("--lam", type=common.zero_to_one, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
-    add("--whiten", action=common.BooleanOptionalAction, default=True, help="normalise A")
+    add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
-    add("--vf_coef", type=common.non_negative_float, default=0.1, help="weight of (5)")
-    add("--lr", type=common.positive_float, default=3e-6, help="of AdamW")
-    add("--value_lr", type=common.positive_float, default=3e-6, help="of V")
+    add("--vf_coef", type=common.non_negative_float, default=0.1,
+        help="weight of (5); Adam is nearly blind to it: it acts through --max_grad_norm and eps")
+    add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
+    add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
-        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clip")
+        help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # the toy's
+    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # where --model is the toy
     return args
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
-
-    The reward is paid at the last token, EOS or where the completion was cut. The penalty is the
-    estimator k1 = log pi - log pi_ref: right as a reward. As a loss it would teach nothing: its
-    gradient, grad log pi, has mean 0 over samples of pi.
-    """
+    The reward is paid at the last token: EOS, or where the completion was cut. The penalty is the
+    estimator k1 = log pi - log pi_ref. It is right as a reward, but as a loss it would teach
+    nothing: its gradient, grad log pi, has mean 0 over samples of pi."""
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
@@ -93,13 +99,11 @@ def whiten(x, mask):
     return (x - mean) * mask / (variance + 1e-8).sqrt()
 
 def policy_loss(logp, old_logp, adv, mask, args):
-    """Compute -J, equations (2) and (3), but for its 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
-    A sum over rows, as the losses of micro-batches add up; update divides by N.
-
-    adv is (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite.
-    Returns the loss, a scalar, and statistics: pairs (sum, count), or a number if *_max.
-    """
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
+    """Compute -J, equations (2) and (3), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
+    (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
+    loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
     clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
@@ -108,27 +112,27 @@ def policy_loss(logp, old_logp, adv, mask, args):
     # takes the term without a clip, so that a step the wrong way can be taken back.
     objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
     loss = -(objective * mask / lengths).sum()
-    # Clipped is a good token (adv > 0) above 1 + eps_high, or a bad one below 1 - eps_low.
+    # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
 def value_loss(values, old_values, returns, mask, args):
-    """Compute equation (5) but for its 1/N, as policy_loss does. All (N, T). Also statistics."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                       # (N, 1) |o_i|
+    """Compute equation (5) without the 1/N, as policy_loss does. All (N, T). Also statistics."""
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)
+    # Like the min of (3), the max never stops a V that comes back.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
     loss = (error * mask / lengths).sum()
     return loss, {"value_loss": (loss.detach(), len(mask))}
 
 @torch.no_grad()
 def collect(policy, value, reference, tokenizer, problems, reward, args):
-    """Sample G completions of each problem, reward them, compute log-probs and advantages.
-    Returns the rollout (see common.py) and statistics."""
+    """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # evaluate passes 0
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
@@ -149,7 +153,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns stats."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
+    which are means over the rows of the micro-batches: those that have a gradient."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -171,11 +176,12 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     value = common.load_value(policy)
+    # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
-    # eps of Adam as in Huang et al.
+    # The eps of Adam is that of Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
-    parts = optimizers | {"critic": value}
+    parts = optimizers | {"critic": value}  # what a checkpoint has besides the policy
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     logger = common.Logger(args, start)
     if start == 0:

@@ -131,7 +131,7 @@ def make_batch(prompts, completions):
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
             "attention": torch.tensor([[1] * len(row) + [0] * (L - len(row)) for row in rows]),
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
-            "row": torch.arange(len(rows))}
+            "has_gradient": torch.ones(len(rows), dtype=torch.bool), "row": torch.arange(len(rows))}
 
 def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12)):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""

@@ -1,10 +1,11 @@
 """Batches, statistics, optimiser: every row is trained on once, and no gradient depends on the cut."""
+import importlib
 import math
 import random
 
 import pytest
 import torch
-from conftest import make_batch, random_batch, save_tiny, settings, spy
+from conftest import Trainer, make_batch, random_batch, save_tiny, settings, spy
 
 import common
 import grpo
@@ -34,7 +35,7 @@ def test_at_most_an_eighth_is_padding(rows, seed):
     prompts = [[5] * rng.randint(60, 140) for _ in range(rows)]
     lengths = [round(rng.lognormvariate(math.log(270) - 0.125, 0.5)) for _ in range(rows)]
     batch = make_batch(prompts, [[5] * length for length in lengths])
-    parts = list(common.micro_batches(batch, settings(grpo).micro_batch_tokens))
+    parts = list(common.micro_batches(batch, 4096))
     positions = sum(part["ids"].numel() for part in parts)
     assert positions - batch["attention"].sum() <= 0.12 * positions and len(parts) <= rows / 6
 
@@ -60,6 +61,46 @@ def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
     minibatches = [part["row"].tolist() for part in common.minibatches(rollout, 4, 2)]
     assert [(call.batch["row"].tolist(), call.tokens) for call in calls] == [(m, tokens) for m in minibatches]
 
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_rows_without_a_gradient_are_not_computed(name, monkeypatch):
+    """Two of the six groups have equal rewards. Without a KL the model is given the rows of the other four,
+    for log-probs and update alike, and the gradient is that of all rows."""
+    script = importlib.import_module(name)
+    trainer = Trainer(script, beta=0.0, epochs=2, micro_batch_tokens=40)
+    trainer.reward, trainer.reference = lambda *_: [0, 1, 5, 5, 2, 3, 4, 4, 1, 0, 0, 2], None
+    calls = spy(monkeypatch, common, "completion_states")
+    trainer.collect()
+    others, rollout = [0, 1, 4, 5, 8, 9, 10, 11], trainer.moved()[1]
+    assert sorted(row for call in calls for row in call.batch["row"].tolist()) == others
+    calls.clear()
+    [gradient, again], stats = trainer.gradients(rollout)
+    assert sorted(row for call in calls for row in call.batch["row"].tolist()) == sorted(others * 2)
+    everything = rollout | {"has_gradient": torch.ones(12, dtype=torch.bool)}
+    everything["old_logp"] = common.micro_batched(
+        common.token_logprobs, trainer.policy, everything, trainer.args).detach().double()
+    everything["old_logp"][others] = rollout["old_logp"][others]
+    calls.clear()
+    [whole, _], _ = trainer.gradients(everything)
+    assert len(calls) > 2 and sum(len(call.batch["row"]) for call in calls) == 24
+    torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-12)
+    assert torch.equal(gradient, again) and gradient.norm() > 0.01
+
+@pytest.mark.parametrize("beta, computed", [(0.0, 0), (0.1, 12)])
+def test_with_a_kl_every_row_has_a_gradient(beta, computed, monkeypatch):
+    """All rewards are equal: without a KL nothing is computed and the weights stay where they are, although
+    Adam has momentum; the statistic says so. With a KL all twelve rows are."""
+    trainer = Trainer(grpo, beta=beta)
+    trainer.use_adam(lr=0.01)
+    trainer.update()
+    before = [weight.detach().clone() for weight in trainer.policy.parameters()]
+    trainer.reward = lambda problems, completions: [1.0] * 12
+    trainer.collect()
+    calls = spy(monkeypatch, grpo, "policy_loss")
+    stats = trainer.update()
+    assert sum(len(call.logp) for call in calls) == computed
+    assert all(map(torch.equal, before, trainer.policy.parameters())) == (computed == 0)
+    assert stats["zero_gradient"] == (computed == 0) and ("grad_norm" in stats) == (computed > 0)
+
 def test_statistics_are_weighted_by_their_counts():
     """Pairs (sum, count) become the mean of all, of names in _max the maximum is kept."""
     zero, three, nine = torch.tensor([0.0, 3, 9])
@@ -68,24 +109,31 @@ def test_statistics_are_weighted_by_their_counts():
     assert common.means(logged) == {"a": 0.25, "m_max": 9, "late": 0.5}
 
 def test_rollout_statistics_leave_padding_out():
-    """Length, entropy (an estimate, the mean of -log pi_old) and KL are over tokens, truncated over rows. KL
+    """Length, entropy (an estimate, the mean of the sampler's -log pi: 8.8 / 9) and KL are over tokens. KL
     is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the others 1. The sampler's
     log-probs are off by .3 and -.3 in the first row and by .2 in the second: of tokens the mean square is
     (.09 + .09 + .04) / 9, of the means of rows, 0 and .2, it is .04 / 4."""
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
     rollout = {"mask": mask, "rewards": torch.tensor([1.0, 1, 0, 1]), "old_logp": -mask, "ref_logp": -mask,
-               "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask}
+               "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask,
+               "has_gradient": torch.ones(4, dtype=torch.bool)}
     rollout["ref_logp"][0, 1:] += math.log(2)
     rollout["sampled_logp"][0, :2] += torch.tensor([0.3, -0.3])
     rollout["sampled_logp"][1, 0] += 0.2
     stats = common.rollout_stats(rollout, 2)
     assert stats.pop("kl") == pytest.approx(2 * (2 - math.log(2) - 1) / 9)
     assert stats == pytest.approx({
-        "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 1.0,
+        "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "zero_variance_groups": 0.5, "sampling_logp_difference": math.sqrt(0.22 / 9),
         "sampling_sequence_difference": 0.1})
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
+    rollout["has_gradient"] = torch.tensor([False, True, True, True])  # the first row has no old_logp
+    stats = common.rollout_stats(rollout, 2)
+    assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
+    assert stats["sampling_sequence_difference"] == pytest.approx(math.sqrt(0.04 / 3))
+    rollout["has_gradient"][:] = False
+    assert "sampling_logp_difference" not in common.rollout_stats(rollout, 2)
 
 @pytest.mark.parametrize("P", [1, 4, 7, 10, 25])
 def test_batches_visit_every_problem_once_a_pass(P):
@@ -135,7 +183,8 @@ def test_equals_adamw_with_warm_up_and_clipping(eps):
         adamw.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 5)
         adamw.step()
         adamw.zero_grad()
-        assert stats == {"value_skipped": (0, 1), "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
+        assert stats == {"value_skipped": (0, 1), "value_zero_gradient": (0, 1),
+                         "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
         torch.testing.assert_close(list(ours.w), list(theirs.w), rtol=1e-6, atol=1e-7)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -161,7 +210,7 @@ def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
         if step == 2:
             for factor in (1.0, bad, 2.0):
                 models[0].backward(torch.full((7, 3), factor), torch.ones(5))
-            assert ours.step() == {"skipped": (1, 1)}
+            assert ours.step() == {"skipped": (1, 1), "zero_gradient": (0, 1)}
         for model, opt in zip(models, (ours, clean)):
             model.backward(*draws(step + 1))
             assert opt.step()["skipped"] == (0, 1)

@@ -169,6 +169,12 @@ def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype():
         args = gspo.parse_args(f"--device {flags}".split())
         assert (args.dtype, args.eps_low) == (dtype, low), flags
 
+@pytest.mark.parametrize("flags, tokens", [
+    ("cpu --model x", 1536), ("cuda --model x", 4096), ("cpu --model x --micro_batch_tokens 99", 99), ("cpu", 4096)])
+def test_micro_batches_go_by_the_device(flags, tokens):
+    """The toy, the default model, has a setting of its own."""
+    assert grpo.parse_args(f"--device {flags}".split()).micro_batch_tokens == tokens
+
 # ---- Every flag does what it says ----------------------------------------------------------------
 
 @every_main
@@ -307,8 +313,8 @@ def test_gradient_checkpointing_computes_every_layer_twice_of_critic_and_policy(
 # ---- What a run logs and prints ------------------------------------------------------------------
 
 KEYS = set("step reward completion_length truncated entropy kl loss clip_frac ratio_max grad_norm skipped "
-           "zero_variance_groups sampling_logp_difference sampling_sequence_difference seconds".split())
-PPO_KEYS = {"value_loss", "value_grad_norm", "value_skipped", "explained_variance"}
+           "zero_gradient zero_variance_groups sampling_logp_difference sampling_sequence_difference seconds".split())
+PPO_KEYS = {"value_loss", "value_grad_norm", "value_skipped", "value_zero_gradient", "explained_variance"}
 
 def printed(capsys, script, flags):
     capsys.readouterr()

@@ -145,7 +145,8 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
     and, if there is one, of the reference."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
-    rollout = {"ids": mask, "mask": mask, "sampled_logp": mask, "texts": texts, "finished": mask[:, 0] > 0}
+    rollout = {"ids": mask, "mask": mask, "sampled_logp": mask, "texts": texts}
+    rollout |= {"finished": mask[:, 0] > 0, "has_gradient": mask[:, 0] > 0}
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
     logprobs = lambda _, model, *__: mask if model is None else mask * model  # noqa: E731
     monkeypatch.setattr(common, "micro_batched", logprobs)
@@ -207,9 +208,9 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):
-    """At most 30 changed lines, 40 for DAPO; its docstring, which is its --help, opens with its name."""
+    """At most 30 changed lines, 40 for DAPO and REINFORCE++; its docstring opens with its name."""
     changed = [line for line in PATCHES[name].read_text().splitlines()[2:] if line[0] in "+-"]
-    assert 0 < len(changed) <= (40 if name == "dapo" else 30)
+    assert 0 < len(changed) <= (40 if name in ("dapo", "reinforce_pp") else 30)
     titles = {"dr_grpo": "Dr. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO with a second",
               "entropy": "GRPO with an entropy"}
     assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))

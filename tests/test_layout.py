@@ -33,11 +33,11 @@ def test_a_script_follows_the_template(name):
 @pytest.mark.parametrize("function", ["group_advantages", "collect", "update", "main"])
 def test_grpo_and_gspo_differ_in_the_ratio_alone(function):
     """But for the lines that only GSPO-token needs, and a warning of its clip range."""
-    gspos = r"\n( +)if (args\.token_level|stats\[.sampling_sequence_difference).*(\n\1 +.*)+"
+    gspos = r"\n( +)if (args\.token_level|stats.get\(.sampling_sequence_difference).*(\n\1 +.*)+"
     one, other = (FUNCTIONS[name][function] for name in ("grpo", "gspo"))
     assert one == re.sub(gspos, "", other)
 
-@pytest.mark.parametrize("one, other, cap", [("grpo", "gspo", 32), ("ppo", "grpo", 145)])
+@pytest.mark.parametrize("one, other, cap", [("grpo", "gspo", 32), ("ppo", "grpo", 155)])
 def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, cap, tmp_path):
     """Comment lines are not counted: one more in one script costs nothing."""
     for name in (one, other):
@@ -47,8 +47,8 @@ def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, c
     assert 0 < len(re.findall("^[<>]", done.stdout, re.M)) <= cap
 
 @pytest.mark.parametrize("name, cap", [
-    ("common.py", 900), ("grpo.py", 165), ("gspo.py", 172), ("ppo.py", 200), ("README.md", 300),
-    ("tests/*.py", 3900)])
+    ("common.py", 980), ("grpo.py", 165), ("gspo.py", 180), ("ppo.py", 210), ("README.md", 300),
+    ("tests/*.py", 4100)])
 def test_files_stay_short(name, cap):
     contents = [path.read_bytes() for path in ROOT.glob(name)]
     assert 0 < sum(content.count(b"\n") for content in contents) <= cap
