@@ -3,7 +3,7 @@
     python tests/results/real/make_sums.py runs/sums
 
 Writes into the directory, each row with "question", "answer" and "solution", such as "42 + 17 = 59\\n#### 59":
-    warmup.jsonl          300 problems, for tests/results/sft.py
+    warmup.jsonl          112 problems, for tests/results/sft.py
     problems/test.jsonl   2,000 others, held out
     problems/train.jsonl  10,000 others, for RL
 Every a plus b and a minus b with a and b from 0 to 99 whose result is 0 or more: 15,050 problems, of which
@@ -47,7 +47,7 @@ def all_problems():
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    sizes = {"warmup.jsonl": 300, "problems/test.jsonl": 2000, "problems/train.jsonl": 10000}
+    sizes = {"warmup.jsonl": 112, "problems/test.jsonl": 2000, "problems/train.jsonl": 10000}
     parts = {name: [] for name in sizes}
     groups = all_problems()
     random.Random(0).shuffle(groups)
