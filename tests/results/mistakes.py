@@ -7,8 +7,8 @@
 
 A mistake is a few words of the code that are replaced by others. Each is trained with three seeds, in a copy
 of the scripts, beside the sound code with the same flags and seeds. Then the sound code grades all of them:
-it samples an answer to each of 2,000 held-out problems. What has run lies in --work and is not run again; all of
-it takes over an hour on one core.
+it samples an answer to each of 2,000 held-out problems. What has run lies in --work and is not run again. All
+of it takes over an hour on one core.
 """
 import argparse
 import contextlib
@@ -555,7 +555,8 @@ def measure(mistake, rows, sound, pooled):
     if rows[0]["error"]:
         return line
     found = [row["accuracy"] for row in rows]
-    line |= {"accuracy": statistics.fmean(found), "deviation": statistics.stdev(found)}
+    line["accuracy"] = statistics.fmean(found)
+    line["deviation"] = statistics.stdev(found) if len(found) > 1 else math.nan
     error = math.sqrt(max(pooled, line["deviation"]) ** 2 / len(rows) + pooled ** 2 / len(sound))
     difference = line["accuracy"] - line["sound"]
     line["differs"] = 0 if abs(difference) < 3 * error else int(math.copysign(1, difference))
@@ -593,9 +594,10 @@ def turns_red(mistake, work):
 MARK = "<!-- What follows is written by mistakes.py. -->\n"
 THREAD, LINK = r"([\w.-]+/([\w.-]+))#(\d+)", r"[\2 \3](https://github.com/\1/issues/\3)"
 
-def number(value):
-    """.973 rather than 0.973."""
-    return f"{value:.3f}".replace("0.", ".", 1)
+def spread(mean, deviation):
+    """'.973 ± .004', or '.973, one seed'."""
+    texts = [f"{value:.3f}".removeprefix("0") for value in (mean, deviation)]
+    return f"{texts[0]}, one seed" if math.isnan(deviation) else " ± ".join(texts)
 
 def code(text):
     """A piece of code in one cell of a table."""
@@ -617,34 +619,38 @@ def cells(mistake, line):
     flags = code(f"{mistake.script}.py {mistake.beside}")
     yield f"{what}<br>{flags}"
     yield from ("<br>".join(column) for column in zip(*edits))
-    yield f"{number(line['sound'])} ± {number(line['sound_deviation'])}"
+    yield spread(line["sound"], line["sound_deviation"])
     if line["refused"]:
         yield "refused at load"
         yield line["refused"].rsplit("ValueError: ")[-1].rsplit(" (")[0]
     else:
-        accuracy = f"{number(line['accuracy'])} ± {number(line['deviation'])}"
         mark = {-1: "**", 0: "", 1: "*"}[line["differs"]]
-        yield f"{mark}{accuracy}{mark}"
+        yield mark + spread(line["accuracy"], line["deviation"]) + mark
         yield said(line["signs"]) or "–"
     yield code(mistake.test.partition("::")[2]) if mistake.test else ""
+
+def counts(table):
+    """How many mistakes were planted, and where they are seen; of those with all seeds or refused at load."""
+    planted = [line for line in table if not line["choice"]]
+    done = [line for line in planted if line["refused"] or line["seeds"] == len(SEEDS)]
+    trained = [line for line in done if not line["refused"]]
+    lower = [line for line in trained if line["differs"] < 0]
+    other = [line for line in trained if line["differs"] >= 0 and line["signs"]]
+    return {"mistakes planted": len(planted),
+            "of these caught by a test": sum(line["red"] for line in planted),
+            f"of these refused at load or trained with {len(SEEDS)} seeds": len(done),
+            "refused at load, before the first step": len(done) - len(trained),
+            "accuracy lower than seeds explain": len(lower),
+            "accuracy not lower, but another number is out of range": len(other),
+            "neither": len(trained) - len(lower) - len(other),
+            "another number is out of range, whatever the accuracy": sum(line["signs"] > "" for line in trained),
+            "accuracy higher than seeds explain": sum(line["differs"] > 0 for line in trained)}
 
 def page(table):
     """The part of mistakes.md that is written from the table: counts, then a table for each group."""
     lines = {line["name"]: line for line in table}
-    planted = [line for line in table if not line["choice"]]
-    refused = [line for line in planted if line["refused"]]
-    lower, higher = ([line for line in planted if line.get("differs") == side] for side in (-1, 1))
-    seen = [line for line in planted if not line["refused"] and line["signs"]]
-    other = [line for line in seen if line["differs"] >= 0]
-    unseen = [line for line in planted if not line["refused"] and not line["signs"] and line["differs"] >= 0]
-    text = [f"| {len(planted)} mistakes were planted | |", "|---|---|",
-            f"| refused at load, before the first step | {len(refused)} |",
-            f"| accuracy lower than seeds explain | {len(lower)} |",
-            f"| accuracy no lower, but another number out of range | {len(other)} |",
-            f"| neither | {len(unseen)} |",
-            f"| caught by a test | {sum(line['red'] for line in planted)} |", "",
-            f"Of the {len(planted) - len(refused)} that were trained, {len(seen)} are seen in a number other "
-            f"than reward and accuracy. {len(higher)} end higher than the sound script.", ""]
+    text = ["| | mistakes |", "|---|---|"]
+    text += [*(f"| {what} | {count} |" for what, count in counts(table).items()), ""]
     for group, mistakes in GROUPS.items():
         text += [f"## {group}", "", "| mistake, in | instead of | it says | accuracy without | with it "
                  "| another number out of range | test |", "|---|---|---|---|---|---|---|"]
@@ -719,10 +725,10 @@ def main():
         for mistake in mistakes:
             kept[mistake.name] = [run(mistake, seed, work) for seed in SEEDS]
             print(mistake.name, *(row.get("accuracy", "refused") for row in kept[mistake.name]), flush=True)
-    spread = [statistics.variance(row["accuracy"] for row in rows) for rows in sound.values()]
-    pooled = math.sqrt(statistics.fmean(spread))
+    variances = [statistics.variance(row["accuracy"] for row in rows) for rows in sound.values()]
+    pooled = math.sqrt(statistics.fmean(variances))
     table = [measure(mistake, runs[mistake.name], sound[beside[mistake.name]], pooled) for mistake in chosen]
-    table = [line | {"red": red.get(line["name"], "")} for line in table]
+    table = [line | {"red": int(red.get(line["name"], 0))} for line in table]
     if args.only:
         print(json.dumps(table[0], indent=1))
         return
