@@ -112,7 +112,8 @@ add(group, "tokens after the end are trained", "grpo",
 
 group = "Rewards"
 add(group, "rewards of other questions", "grpo",
-    ("common", "[problem for problem in problems for _ in range(group_size)]", "problems * group_size"),
+    ("common", "[p for p in problems for _ in range(len(texts) // len(problems))]",
+     "problems * (len(texts) // len(problems))"),
     test="test_data.py::test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers")
 add(group, "an answer that contains the right one is paid", "grpo",
     ("common", "given == gold", "gold in given"),
@@ -301,7 +302,7 @@ add(group, "the sampler's log-probs as the old ones", "grpo",
 
 group = "Evaluation and statistics"
 add(group, "evaluated on what was trained on", "grpo",
-    ("common", "random.Random(0).sample(held_out, count)", "random.Random(0).sample(train, count)"),
+    ("common", "return train, held_out[:args.eval_problems]", "return train, train[:args.eval_problems]"),
     test="test_data.py::test_what_is_trained_on_is_never_held_out")
 add(group, "entropy averaged over the padding", "grpo",
     ("common", '-rollout["sampled_logp"].sum() / tokens', '-rollout["sampled_logp"].mean()'),
