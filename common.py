@@ -419,9 +419,10 @@ def progress(items, doing, unit):
     return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
 
 # ---- Models ----
-def load_policy(args):
+def load_policy(args, adapt=None):
     """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
-    Lowers args.max_prompt_tokens to what the model has room for, and prints the settings."""
+    Lowers args.max_prompt_tokens to what the model has room for, and prints the settings.
+    `adapt` is a function (policy, args) that changes the model before it goes to the GPU."""
     import transformers  # takes seconds: after the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -429,6 +430,8 @@ def load_policy(args):
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+        if adapt:
+            adapt(policy, args)
         policy.to(args.device)
         if args.gradient_checkpointing:
             policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
