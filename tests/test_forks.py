@@ -216,25 +216,25 @@ def test_tis_weighs_tokens_by_trainer_over_sampler(icepop, fork, monkeypatch):
     """The sampler's log-probs are 1 in this stand-in; 0 on padding. Where the weight is 1 it is GRPO."""
     logs = [math.log(m) for m in (1, 0.4, 1.5, 1.9, 2.1)]
     logp = torch.tensor([[1 + x for x in logs], [1.0] * 5])
-    given = {"group_size": 2, "beta": 0.0, "icepop": icepop}
-    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0], [5, 3], (logp,), **given)
+    given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
+    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0], [5, 3], **given)
     A = 0.5 / (math.sqrt(0.5) + 1e-4)
     m = [1, 0 if icepop else 0.4, 1.5, 1.9, 0 if icepop else 2]
     torch.testing.assert_close(rollout["adv"], A * torch.tensor([m, [-1.0] * 5]))
     assert stats["outside"] == pytest.approx((2 if icepop else 1) / 8)
 
 def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
-    """By hand: at first all have the rate 1/2. A right answer then moves (1/2, 1/2) to .9/2 + 1 and .9/2,
-    and all together, at (), see each of the four rewards in turn."""
+    """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. A new
+    question has the rate of all, which have seen every reward in turn."""
     module, given = fork("spo"), {"group_size": 1, "beta": 0.0, "rho": 0.9}
     tracker = module.Tracker()
-    for rewards, rates in (([1, 0], [0.5, 0.5]), ([1, 1], [1.45 / 1.9, 0.45 / 1.9])):
-        rollout, _ = collected(module, monkeypatch, rewards, [2, 3], state=[tracker], **given)
+    for rewards, rates in (([1, 0, 0.5], [0.5] * 3), ([1, 1, 0], [1.45 / 1.9, 0.45 / 1.9, 0.5])):
+        rollout, _ = collected(module, monkeypatch, rewards, [2, 3, 1], state=[tracker], **given)
         d = [r - rate for r, rate in zip(rewards, rates)]
         A = [(x - statistics.mean(d)) / (statistics.stdev(d) + 1e-4) for x in d]
         assert rollout["adv"][:, 0].tolist() == pytest.approx(A)
     a, b = 0.5, 0.5
-    for r in (1, 0, 1, 1):
+    for r in (1, 0, 0.5, 1, 1, 0):
         a, b = 0.99 * a + r, 0.99 * b + 1 - r
     assert tracker.rate((5,)) == pytest.approx(a / (a + b))
 
@@ -271,8 +271,7 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     policy.float().save_pretrained(tmp_path / "saved")
     loaded, found = type(policy).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(found.values())
-    again = common.token_logprobs(loaded, batch, args)
-    torch.testing.assert_close(again, one.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
     with refused(capsys, "--model", "torch.nn.Linear"):
         module.add_adapters(tiny_model("gpt2"), args)
 
@@ -302,8 +301,7 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):
-    """At most 30 changed lines, 40 for DAPO and REINFORCE++, 75 for LoRA and SPO, which add a class; its
-    docstring opens with its name."""
+    """At most 30 changed lines, more for a fork that adds a class or two parts; its docstring names it."""
     changed = [line for line in PATCHES[name].read_text().splitlines()[2:] if line[0] in "+-"]
     assert 0 < len(changed) <= {"dapo": 40, "reinforce_pp": 40, "lora": 75, "spo": 75}.get(name, 30)
     titles = {"dr_grpo": "DR. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO WITH A SECOND",
