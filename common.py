@@ -1,29 +1,32 @@
 """What the three scripts share: everything that is not the algorithm.
 
-The method   Log-probabilities, Batching, Optimiser: read them beside grpo.py.
-The sampler  Sampling: how completions are drawn, a token of every row at a time.
-The rest     Statistics, Models, Problems, Rewards, Grading, Command line, Run: to look things up.
+The method   Log-probabilities, Batching, Optimiser: read these beside grpo.py.
+The sampler  Sampling: it writes the next token of every completion, then the next, and so on.
+The rest     Statistics, Evaluation, Errors, Models, Problems, Rewards, Grading, Command line, Run:
+             here you look things up.
 
-Shapes: P prompts per step, G completions per prompt, N = P*G rows, L positions (prompt and
-completion), S of the longest prompt, T of the longest completion, M completion tokens in a batch,
-V vocabulary, H width of a hidden state. Small letters: what a part holds, as n of N rows.
+Shapes: P prompts per step, G completions per prompt, N = P*G completions, which are the rows of a
+rollout; S tokens in the longest prompt, T in the longest completion, L in the longest row (prompt
+and completion); M completion tokens in a batch; V ids in the vocabulary; H numbers in a hidden
+state. A small letter counts a part: a micro-batch has n of the N rows, l and t tokens wide.
 
 A rollout is a dict with one row per completion:
     ids           (N, L)  prompt, then completion, padded on the right
     attention     (N, L)  1 on prompt and completion, 0 on padding
-    mask          (N, T)  float32; column t is token t of the completion: 1 on its tokens, the stop
-                          token too, 0 after them
+    mask          (N, T)  float32; column t is token t of the completion. It is 1 on its tokens,
+                          the stop token included, and 0 after them
     sampled_logp  (N, T)  log pi of each token, as the sampler computed it
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
     has_gradient  (N,)    True; a script sets it to False where the gradient of a row is exactly 0.
                           micro_batches leaves such rows out, so their old_logp stays 0
-    texts         N completions
+    texts         a list of N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
 import argparse
 import contextlib
 import copy
+import glob
 import json
 import math
 import os
@@ -33,14 +36,13 @@ import shutil
 import sys
 import textwrap
 import time
-import traceback
 from argparse import BooleanOptionalAction
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock
+from filelock import FileLock  # a package that torch needs and installs
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -59,13 +61,14 @@ def token_logprobs(model, batch, args):
 def token_values(model, batch, args):
     """Compute the critic's value of the state before each completion token, (N, T) float32."""
     index, hidden, _ = completion_states(model, batch, args)
+    # load_value has added the head `score` to the model.
     values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
 def completion_states(model, batch, args):
     """Run the body of the model and find the states that predict the M completion tokens.
     Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
-    position before it, which predicts it; and its id (M,). The only shift by one in training."""
+    position before it, which predicts it; and its id (M,). Training shifts by one only here."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: row and column in (N, T)
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[i] + t  # (M,) in (N, L)
@@ -76,21 +79,23 @@ def completion_states(model, batch, args):
     return (i, t), hidden[i, position - 1], batch["ids"][i, position]
 
 def autocast(args):
-    """Return the context of mixed precision: float32 weights, matrix products in --dtype. It caches
-    bfloat16 copies of trained weights until it is left: generate stays in one for all tokens."""
+    """Return the context of mixed precision: float32 weights, matrix products in --dtype. The
+    bfloat16 copies of the weights live until the context ends, so generate opens one context for
+    all its tokens."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-CHUNK = 2 ** 26  # tokens x V of a chunk: each tensor of this size takes .27 GB
+CHUNK = 2 ** 26  # logits, tokens x V, that exist at a time; in float32 they take .27 GB
 
 def chunked_logprobs(model, hidden, target, temperature):
     """Compute log softmax(logits / temperature)[target], (M, H) and (M,) -> (M,).
-    A chunk of tokens at a time, and the backward pass computes each chunk again: one more matrix
-    product, but the logits, (M, V), never exist as a whole."""
+    This is done for one chunk of tokens after another, and the backward pass computes each chunk
+    again. It costs one more matrix product, but the logits (M, V) never exist as a whole."""
     def logprobs(hidden, target):
         logits = head_logits(model, hidden) / temperature
         return -cross_entropy(logits, target, reduction="none")
     size = CHUNK // len(model.get_output_embeddings().weight)
     chunks = zip(hidden.split(size), target.split(size))
+    # Nothing in a chunk is random, so there is no state of a generator to keep for the second time.
     return torch.cat([checkpoint(logprobs, h, y, use_reentrant=False, preserve_rng_state=False)
                       for h, y in chunks])
 
@@ -112,39 +117,43 @@ def head_logits(model, hidden):
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
-    """Cut a rollout into `count` parts of about equal size, in whole groups.
-    The same parts in every epoch, not shuffled: the problems come in random order already."""
+    """Cut a rollout into `count` parts of about equal size, in whole groups: an optimiser step then
+    has the good and the bad completions of a question, whose advantages add up to 0. The texts,
+    which are no tensor, are left out. The parts are the same in every epoch, and those in which
+    micro_batched computed old_logp. (Huang et al. 2024 shuffle the rows anew in every epoch.)"""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens, doing="update"):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
-    is one by itself. Rows without a gradient are left out. The others are sorted by length, so that
-    there is little padding, and trimmed to the longest of them. `doing` is the text of the bar."""
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that is
+    longer than that is a micro-batch by itself. Rows without a gradient are left out. The others
+    are sorted by length, so that there is little padding, and each micro-batch is trimmed to its
+    longest row. `doing` is the text of the progress bar."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths = lengths.tolist()
     begin, cuts = 0, []
-    for end in range(1, len(lengths) + 1):  # does row `end` still fit? Row `begin` is the longest
+    # Row `begin` is the longest of its micro-batch. A row joins while rows x longest <= tokens.
+    for end in range(1, len(lengths) + 1):
         if end == len(lengths) or (end + 1 - begin) * lengths[begin] > tokens:
             cuts.append((begin, end))
             begin = end
     for begin, end in progress(cuts, doing, "micro-batch"):
         part = {name: value[order[begin:end]] for name, value in batch.items()}
-        L, T = lengths[begin], int(part["mask"].sum(1).max())
+        l, t = lengths[begin], int(part["mask"].sum(1).max())
         for name, value in part.items():
             if name in ("ids", "attention"):
-                part[name] = value[:, :L]
+                part[name] = value[:, :l]
             elif value.dim() == 2:  # (n, T); adv may be (n, 1)
-                part[name] = value[:, :T]
+                part[name] = value[:, :t]
         yield part
 
 def micro_batched(function, model, rollout, args):
-    """Compute `function`, token_logprobs or token_values, of a whole rollout: (N, T).
-    In the micro-batches of update: in others a bfloat16 log-prob would be rounded differently, and
-    the ratio would not be 1 before the first optimiser step."""
+    """Compute `function`, which is token_logprobs or token_values, of a whole rollout: (N, T).
+    This uses the micro-batches of update. In other micro-batches a bfloat16 log-prob would be
+    rounded differently, and the ratio would not be 1 before the first optimiser step."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens, "log-probs"):
@@ -153,14 +162,14 @@ def micro_batched(function, model, rollout, args):
 
 # ---- Optimiser ----
 class Optimizer:
-    """AdamW with warm-up and norm clipping. The weights are float32: bfloat16 keeps 8 bits, and a
-    weight of .02 that moves by --lr 1e-6 would be rounded to where it was."""
+    """AdamW with warm-up and norm clipping. The weights are float32, because bfloat16 keeps 8 bits:
+    a weight of .02 that moves by --lr 1e-6 would be rounded to where it was."""
     def __init__(self, model, lr, args, eps=1e-8):
         self.lr, self.args = lr, args
         self.steps_taken = 0
         self.weights = list(model.parameters())
         self.adamw = torch.optim.AdamW(
-            self.weights, lr, betas=(0.9, 0.95),  # .999 averages over 1000 steps: too many
+            self.weights, lr, betas=(0.9, 0.95),  # .999 would average over 1000 steps
             eps=eps, weight_decay=0.0, fused=True)
 
     def step(self, prefix=""):
@@ -190,10 +199,12 @@ class Optimizer:
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size, temperature, args):
-    """Sample group_size completions of each of P prompts (lists of ids); greedily at temperature 0.
-    Returns a rollout. Tokens come from softmax(logits / temperature) and nothing else. The generate
-    of transformers would add the model's own top_k and the like, read a prompt once for each
-    completion and keep finished rows to the end."""
+    """Sample group_size completions of each of P prompts (lists of ids); returns a rollout.
+    A token comes from softmax(logits / temperature) and nothing else; at temperature 0 it is the
+    likeliest one. Why not transformers' generate? It adds the model's own top_k and the like, reads
+    a prompt once for each completion, and keeps finished rows to the end."""
+    if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
+        fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
     model.eval()  # in training mode gradient checkpointing silently drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     with autocast(args):
@@ -217,21 +228,25 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def sample(model, prompts, group_size, temperature, stop, args):
-    """Write a token of every row at a time; returns tokens and their log pi, (N, max_new_tokens).
-    A row goes on after its stop token until most rows have one; then the finished are dropped."""
+    """Write the completions, a token of every row at a time; returns the tokens and their log pi,
+    both (N, max_new_tokens). A row that has its stop token goes on at first: the finished rows are
+    dropped when they are more than half. generate cuts off what comes after the stop token."""
     N, T = len(prompts) * group_size, args.max_new_tokens
     cached = CachedModel(model, prompts, group_size, args)
     active = torch.arange(N, device=model.device)  # (n,) rows that are not dropped
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) without a stop token yet
     tokens = torch.zeros(N, T, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(N, T, device=model.device)
+    # draw needs six times the memory of its logits, so it gets no more than a CHUNK at a time.
+    size = CHUNK // len(model.get_output_embeddings().weight)
     for t in progress(range(T), "sampling", "token"):
         if t > 0:
             cached.read(token)
-        token, logp = draw(head_logits(model, cached.hidden), temperature)  # (n,) both
+        drawn = [draw(head_logits(model, h), temperature) for h in cached.hidden.split(size)]
+        token, logp = map(torch.cat, zip(*drawn))  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running &= ~torch.isin(token, stop)
-        if t % 4 == 0:  # not at every token: to count them is to wait for the GPU
+        if t % 4 == 0:  # not at every token, because counting the rows waits for the GPU
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
                 break
@@ -241,16 +256,21 @@ def sample(model, prompts, group_size, temperature, stop, args):
     return tokens, sampled_logp
 
 class CachedModel:
-    """A model and its key-value cache. Each prompt is read once for its group, then a token of
-    every row at a time; `hidden` (n, H) is the state that predicts the next one.
-    Prompts are padded on the left, so that the next token of every row goes into the same column.
-    With CUDA graphs the cache has all its columns from the beginning, as shapes must not change."""
+    """A model and its key-value cache. It reads each prompt once for its group, and then a token of
+    every row at a time; `hidden` (n, H) is the state that predicts the next token. Prompts are
+    padded on the left, so that the next token of every row goes into the same column.
+
+    On a GPU, to read one token launches some thousand short kernels, and Python takes longer to
+    launch them one by one than the GPU to run them. So we record them once, as a CUDA graph, and
+    then replay the graph for every token: the same kernels on the same tensors, without Python.
+    Shapes cannot change, so the cache has all its columns from the beginning, and whatever a
+    replay should see must be written into the recorded tensors in place."""
     def __init__(self, model, prompts, group_size, args):
         from transformers import DynamicCache, StaticCache
         self.model = model
         S = max(map(len, prompts))
         self.cache = in_one_dtype(DynamicCache)(config=model.config)
-        # A sliding-window layer counts its tokens in a Python int: a replay would not increase it.
+        # A sliding-window layer counts its tokens in Python, where a replay does not come by.
         self.use_graph = (args.cuda_graphs and model.device.type == "cuda"
                           and not any(self.cache.is_sliding))
         if self.use_graph:
@@ -278,12 +298,11 @@ class CachedModel:
         self.cache.reorder_cache(rows)
         self.hidden, self.position = self.hidden[rows], self.position[rows]
         self.attention = self.attention[rows]
-        self.graph = None  # the old one is for the old tensors
+        self.graph = None  # a graph reads the tensors that it was recorded with; these are new
 
     def read(self, token):
-        """Read one more token of each row, (n,). A CUDA graph has all kernels of this recorded, on
-        the same tensors, and launches them at once: one by one takes longer than to run them."""
-        self.attention[:, self.columns] = 1
+        """Read one more token of each row, (n,)."""
+        self.attention[:, self.columns] = 1  # in place, as the graph reads this tensor
         self.columns += 1
         if not self.use_graph:
             attention = self.attention[:, :self.columns]
@@ -291,35 +310,37 @@ class CachedModel:
         elif self.graph is None:
             self.token = token  # the graph will read its token here
             inputs = self.token[:, None], self.attention, self.position[:, None]
-            self.hidden = self.forward(*inputs)  # not recorded: libraries allocate at a first call
+            # This call is not recorded: a library may allocate memory when it is called first.
+            self.hidden = self.forward(*inputs)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # recorded, not run
+            with torch.cuda.graph(self.graph):  # inside, kernels are recorded and not run
                 self.output = self.forward(*inputs)
         else:
             self.token.copy_(token)
             self.graph.replay()  # writes self.output
             self.hidden = self.output
-        self.position += 1
+        self.position += 1  # in place, too
 
 def in_one_dtype(cache_class):
-    """Derive a class whose keys have the dtype of the values. Under autocast a rotated key is in
-    float32 and a value in bfloat16: DynamicCache would hold both in float32, StaticCache fail."""
+    """Derive a class of caches whose keys have the dtype of the values. Under autocast a rotated
+    key is float32 and a value bfloat16: DynamicCache would hold both in float32, and StaticCache
+    would fail."""
     class Cache(cache_class):
         def update(self, keys, values, *args, **kwargs):
             return super().update(keys.to(values.dtype), values, *args, **kwargs)
     return Cache
 
 def draw(logits, temperature):
-    """Draw one id per row from pi = softmax(logits / temperature), or take the best at 0.
-    (n, V) -> ids (n,) and their log pi (n,). By inverting the cumulative distribution: faster than
-    torch.multinomial, which takes V random numbers per row."""
+    """Draw one id per row from pi = softmax(logits / temperature); at 0 take the likeliest.
+    (n, V) -> ids (n,) and their log pi (n,). This inverts the cumulative distribution with one
+    random number per row. torch.multinomial takes V of them, and longer."""
     logp = (logits / (temperature or 1)).log_softmax(-1)  # (n, V)
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # float64: a GPU adds in parallel, and float32 sums might decrease from id to id.
+        # In float64, because a GPU adds in parallel, and float32 sums might fall from id to id.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-        # The first id whose sum reaches u > 0: never one with pi = 0, which adds nothing to a sum.
+        # We take the first id whose sum reaches u. As u > 0, it is never one with pi = 0.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -363,8 +384,8 @@ def rollout_stats(rollout, group_size):
     if computed.any():
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[computed]  # (n, T)
         of_rows = difference.sum(1) / lengths[computed]
-        stats["sampling_logp_difference"] = (
-            difference.square().sum() / mask[computed].sum()).sqrt()
+        of_tokens = difference[mask[computed] > 0]
+        stats["sampling_logp_difference"] = of_tokens.square().mean().sqrt()
         stats["sampling_sequence_difference"] = of_rows.square().mean().sqrt()
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
@@ -380,6 +401,7 @@ def explained_variance(returns, values, mask):
         return {}
     return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
 
+# ---- Evaluation ----
 def evaluate(policy, tokenizer, problems, reward, args):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
     Accuracy is the share of right answers, whatever the reward function pays for. Where c of
@@ -393,10 +415,10 @@ def evaluate(policy, tokenizer, problems, reward, args):
     if not args.answer_column:
         return result  # without gold answers there is no accuracy
     _, greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
-    result["eval_accuracy"] = greedy.float().mean().item()
-    result["eval_sampled_accuracy"] = right.float().mean().item()
+    result["eval_accuracy"] = greedy.mean().item()
+    result["eval_sampled_accuracy"] = right.mean().item()
     for k in [2 ** i for i in range(1, n.bit_length())]:  # 2, 4, 8 ... up to n
-        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).tolist()]
+        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).int().tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
     return result
 
@@ -410,22 +432,38 @@ def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
         part = problems[start:start + size]
         rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, temperature, args)
         rewards.append(rewards_of(reward, part, rollout).view(-1, n))
-        right.append(rewards_of(answer_reward, part, rollout).view(-1, n) == 1)
+        answers = [problem["answer"] for problem in part for _ in range(n)]
+        right += map(math_reward, rollout["texts"], answers)
         lengths.append(rollout["mask"].sum(1))
-    return torch.cat(rewards), torch.cat(right), torch.cat(lengths).mean().item()
+    return torch.cat(rewards), torch.tensor(right).view(-1, n), torch.cat(lengths).mean().item()
 
-def progress(items, doing, unit):
-    """Iterate over `items` with a bar below that of the run: in a terminal, after 2 seconds."""
-    return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
+# ---- Errors ----
+def fail(message, status=2):
+    """Say in one line what is wrong and exit."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(status)
+
+@contextlib.contextmanager
+def or_fail(message):
+    """Turn any error inside into one line: libraries raise errors of all kinds and lengths."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # launch says what to do
+    except Exception as error:
+        # What is wrong with a file is the cause of the error that datasets raises.
+        reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
+        fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
 # ---- Models ----
 def load_policy(args, adapt=None):
     """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
-    Lowers args.max_prompt_tokens to what the model has room for, and prints the settings.
+    Lowers args.max_prompt_tokens to the room there is, and goes without CUDA graphs if need be.
     `adapt` is a function (policy, args) that changes the model before it goes to the GPU."""
-    import transformers  # takes seconds: after the flags are known to be good
+    import transformers  # here, as it takes seconds: the flags are known to be good by now
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    print(f"loading {args.model} and {args.dataset}")
     with or_fail(f"--model {args.model}: cannot be loaded on --device {args.device}"):
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, output_loading_info=True)
@@ -437,6 +475,10 @@ def load_policy(args, adapt=None):
             policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
     if found["missing_keys"]:  # transformers would give them random values
         fail(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
+    # config.json may be that of another model, or an adapter may not be merged.
+    unused = [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]]
+    if unused:
+        print("warning: --model has weights that are not used:", *map(str, unused[:3]))
     if not stop_ids(policy, tokenizer):
         fail(f"--model {args.model}: has no eos_token, so that no completion would ever end")
     config = policy.config.get_text_config()
@@ -447,22 +489,31 @@ def load_policy(args, adapt=None):
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
-    # No dropout (p, *drop*), no router noise (*jitter*): noise alone would move the ratio from 1.
-    for holder in (*policy.modules(), config):  # some layers read the config in forward
+    switch_off_noise(policy)
+    policy.train()  # gradient checkpointing works in this mode only
+    with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported"):
+        try:
+            check_model(policy, tokenizer, args)
+        except Exception:  # not every model works with CUDA graphs
+            args.cuda_graphs = False
+            check_model(policy, tokenizer, args)
+            print("warning: CUDA graphs do not work with this model: sampling without")
+    if args.dtype == "bfloat16":  # from here on the heads, in float32, multiply in TF32
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # which keeps 11 bits; bfloat16 has 8
+    return policy, tokenizer
+
+def switch_off_noise(policy):
+    """Set dropout (p, *drop*) and router noise (*jitter*) to 0, as noise alone would move the ratio
+    from 1. Some layers read them from the config in every forward pass."""
+    for holder in (*policy.modules(), policy.config.get_text_config()):
         for name, value in vars(holder).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(holder, name, 0.0)
-    policy.train()  # gradient checkpointing works in this mode only
-    with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported "
-                 "(on a GPU, try --no-cuda_graphs)"):
-        check_model(policy, tokenizer, args)
-    if args.dtype == "bfloat16":  # from here on float32 products, the heads', are in TF32
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # 11 bits; bfloat16 has 8
-    return policy, tokenizer
 
 def load_value(policy):
     """Make PPO's value model: a copy of the policy with a scalar head that starts at 0."""
-    model = copy.deepcopy(policy.base_model)  # its own base_model is itself
+    # The base_model of a body is the body itself, so that completion_states takes it, too.
+    model = copy.deepcopy(policy.base_model)
     weight = policy.get_output_embeddings().weight  # (V, H)
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
     torch.nn.init.zeros_(model.score.weight)
@@ -472,9 +523,10 @@ def load_value(policy):
 @torch.no_grad()
 def check_model(model, tokenizer, args):
     """Raise ValueError if the log-probs of the sampler or of the training pass are not those of the
-    model's own forward pass: logits that head_logits does not scale or cap as the model does,
-    randomness in training, a cache that does not fit. In float32, where only rounding may differ;
-    on two random prompts, one as long as a run allows, one of 3 tokens, which the sampler pads."""
+    model's own forward pass. This happens where head_logits does not scale or cap the logits as the
+    model does, where training is random, and where a cache does not fit. The check is in float32,
+    where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
+    of 3 tokens, which the sampler has to pad."""
     T = 4  # tokens: from the prompt, from the read that records a CUDA graph, from two replays
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     settings = copy.copy(args)
@@ -503,14 +555,16 @@ def load_problems(args, tokenizer):
         train = splits[args.split]
         if len(splits) > 1 and args.split != args.eval_split:
             held_out = splits[args.eval_split]
-        else:  # hold out a fifth; the question seeds the draw: its duplicates are on the same side
+        else:  # hold out a fifth; the question seeds the draw, so that equal ones stay together
             shares = [random.Random(str(row.get(args.question_column))).random() for row in train]
             held_out = [row for row, share in zip(train, shares) if share < 0.2]
             train = [row for row, share in zip(train, shares) if share >= 0.2]
     train = prepare(train, tokenizer, args, "train on")
+    # A random choice, the same with every --seed: twice as many as are asked, since some may be
+    # left out, but not all of a large data set, which takes long to prepare.
+    held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     held_out = prepare(held_out, tokenizer, args, "hold out")
-    count = min(args.eval_problems, len(held_out))
-    return train, random.Random(0).sample(held_out, count)  # the same with every --seed
+    return train, held_out[:args.eval_problems]
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""
@@ -518,40 +572,45 @@ def read_dataset(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
+        # In a path, [, * and ? would be a pattern, which other files match. A file's is escaped.
+        path = os.path.abspath(source)
         if Path(source).suffix in formats:
-            splits = datasets.load_dataset(formats[Path(source).suffix], data_files=source)
+            splits = datasets.load_dataset(
+                formats[Path(source).suffix], data_files=glob.escape(path))
+        elif Path(path).exists() and glob.escape(path) != path:
+            raise ValueError(f"a directory with [, * or ? in its path: {path}")
         else:
             configs = datasets.get_dataset_config_names(source)
             splits = datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
         return {split: rows.to_list() for split, rows in splits.items()}
 
 def prepare(rows, tokenizer, args, use):
-    """Turn rows into problems; those that cannot be used are counted and left out."""
+    """Turn rows into problems. Rows that cannot be used are counted and left out."""
     columns = {args.question_column, args.answer_column} - {""}  # "": rewards need no answer
     if rows and not columns <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
-    problems, left_out = [], {"no question": 0, "too long": 0, "no readable answer": 0}
-    for row in rows:
-        chat = read_chat(row, args)
-        question, prompt = chat[-1]["content"], prompt_ids(chat, tokenizer, args)
-        answer = text_of(row, args.answer_column, args)
+    problems, left_out = [], []
+    too_long = f"too long (over {args.max_prompt_tokens}: --max_prompt_tokens, --max_new_tokens)"
+    chats = [read_chat(row, args) for row in rows]
+    for row, chat, prompt in zip(rows, chats, prompts_of(chats, tokenizer, args)):
+        question, answer = chat[-1]["content"], text_of(row, args.answer_column, args)
         if not question:
-            left_out["no question"] += 1
+            left_out.append("no question")
         elif len(prompt) > args.max_prompt_tokens:
-            left_out["too long"] += 1
+            left_out.append(too_long)
+        # An answer that does not even equal itself could never be given.
         elif args.answer_column and not math_reward(f"<answer>{answer}</answer>", answer):
-            left_out["no readable answer"] += 1
+            left_out.append("no readable answer")
         else:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts}"
+    counts = ", ".join(f"{left_out.count(reason)} {reason}" for reason in sorted(set(left_out)))
+    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts or 'none'}"
     if not problems:
-        fail(f"--dataset {args.dataset}: {summary}. Too long is over {args.max_prompt_tokens} "
-             "tokens (--max_prompt_tokens, or all positions less --max_new_tokens)")
+        fail(f"--dataset {args.dataset}: {summary}")
     print(summary)
-    ids = [token for problem in problems for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # as the toy with other data
+    ids = [token for problem in problems[:1000] for token in problem["prompt"]]
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # the toy's does not know most letters
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
     return problems
 
@@ -570,23 +629,29 @@ def read_chat(row, args):
     if not isinstance(chat, list):
         chat = [{"role": "user", "content": text_of(row, args.question_column, args)}]
     with or_fail(f"--dataset {args.dataset}: column {args.question_column} is no text and no chat"):
-        if chat[-1]["role"] == "assistant" or not all(isinstance(m["content"], str) for m in chat):
-            raise ValueError("messages must be texts, and the last one not the assistant's")
+        if chat[-1]["role"] != "user" or not all(isinstance(m["content"], str) for m in chat):
+            raise ValueError("messages must be texts, and the last one the user's")
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
     return chat
 
-def prompt_ids(chat, tokenizer, args):
-    """Turn a chat into token ids: by the chat template, or as its texts, each with a newline."""
-    if not tokenizer.chat_template:
-        return tokenizer("".join(message["content"] + "\n" for message in chat))["input_ids"]
-    with or_fail(f"--model {args.model}: its chat template fails (perhaps by --system_prompt)"):
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+def prompts_of(chats, tokenizer, args):
+    """Turn chats into token ids, one list after another: by the chat template, or, without one, as
+    their texts, each with a newline. A thousand at a time, which is faster than each by itself."""
+    for start in progress(range(0, len(chats), 1000), "reading problems", "thousand"):
+        part = chats[start:start + 1000]
+        if tokenizer.chat_template:
+            with or_fail(f"--model {args.model}: its chat template fails (by --system_prompt?)"):
+                prompts = tokenizer.apply_chat_template(part, add_generation_prompt=True)
+        else:
+            prompts = tokenizer(["".join(m["content"] + "\n" for m in chat) for chat in part])
+        yield from prompts["input_ids"]
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
     All problems are shuffled, used up, shuffled anew, and so on. --seed and the step alone say
-    which come now, so that there is no state to save."""
+    which come now, so that there is no state to save. Example: with n = 5 problems and P = 3, step
+    2 takes the last two problems of epoch 0 and the first one of epoch 1."""
     n, first = len(problems), (step - 1) * args.prompts  # earlier steps have used `first`
     epochs = range(first // n, (first + args.prompts - 1) // n + 1)  # that this step draws from
     shuffled = [p for e in epochs for p in random.Random(f"{args.seed} {e}").sample(problems, n)]
@@ -601,22 +666,25 @@ def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The G completions of a problem
     are rows one after another. The function must return a finite number for each."""
     texts = rollout["texts"]
-    group_size = len(texts) // len(problems)
-    problem_of_row = [problem for problem in problems for _ in range(group_size)]
+    if reward is answer_reward and problems[0]["answer"] == "":
+        fail('--answer_column "": answer_reward needs the gold answers')
+    problem_of_row = [p for p in problems for _ in range(len(texts) // len(problems))]
     try:
         rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
     except SystemExit:  # of code that it runs, say; else the run would end without a word
         fail("the reward function called sys.exit")
     if len(rewards) != len(texts) or not rewards.isfinite().all():
-        fail(f"the reward function must return a finite number for each of {len(texts)} "
-             f"completions, not {rewards.tolist()}")
+        fail(f"the reward function must return a finite number for each of {len(texts)} completions"
+             f"; it returned {len(rewards)}: {textwrap.shorten(str(rewards.tolist()), 200)}")
     return rewards.to(rollout["ids"].device)
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
-# items of a list and terms of a sum are sorted, units go. Only respelled is an answer with a
-# bracket, bar or relation (tuple, matrix, inequality), or with a minus after ^ or /, which begins
-# no term. No algebra: 2+3 is not 5.
+# items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
+# paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
+# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled but not sorted.
+# Neither is one with a minus after ^ or /, because that minus does not begin a term. No algebra:
+# 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
 SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
@@ -647,9 +715,10 @@ SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -
 NUMBER = r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)"  # 1 3/8, 3/8, 0.5, .5, 5
 
 def extract_answer(text):
-    r"""Return what is in the last <answer>...</answer>; of that, or of a text without such, what is
-    in the last \boxed{...} or follows the last #### on its line, whichever is later. None if there
-    is no mark, or it is not closed, empty or too long."""
+    r"""Find the marked answer in a completion; None if there is no mark, or it is not closed, empty
+    or too long. We look inside the last <answer>...</answer>, or in the whole text if there is no
+    <answer>. There we take what is in the last \boxed{...} or what follows the last #### on its
+    line, whichever is later; inside an <answer> without either we take all of it."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -673,7 +742,7 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(4096)  # a gold answer is met once for each completion
+@lru_cache(2 ** 16)  # many problems have the same gold answer, and each completion asks for it
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -728,7 +797,7 @@ def in_range(kind, low, high=math.inf):
     return convert
 
 positive_int, non_negative_int, two_or_more = in_range(int, 1), in_range(int, 0), in_range(int, 2)
-positive_float, non_negative_float = in_range(float, 1e-12), in_range(float, 0)
+positive_float, non_negative_float = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
 zero_to_one = in_range(float, 0, 1)
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 TOY_SETTINGS = dict(  # defaults where --model is the toy; a script adds its own in parse
@@ -752,8 +821,7 @@ def add_args(parser):
     add("--cuda_graphs", action=BooleanOptionalAction, default=True, help="faster on a GPU")
     add = parser.add_argument_group("optimiser and memory").add_argument
     add("--micro_batch_tokens", type=positive_int,
-        help="positions per forward and backward; fewer take less memory, same gradient; "
-             "if not given 4096 on a GPU, 1536 on a CPU")
+        help="positions per forward pass: for memory; if not given 4096 on a GPU, 1536 on a CPU")
     add("--warmup_steps", type=non_negative_int, default=20, help="optimiser steps until full --lr")
     add("--max_grad_norm", type=positive_float, default=1.0, help="larger gradients are cut to it")
     add("--gradient_checkpointing", action=BooleanOptionalAction, default=True,
@@ -761,10 +829,10 @@ def add_args(parser):
     add("--device", choices=["cpu", "cuda"],
         default="cuda" if torch.cuda.is_available() else "cpu", help="cuda is a GPU")
     add("--dtype", choices=["float32", "bfloat16"],
-        help="of matrix products; if not given bfloat16 on a GPU, float32 on a CPU")
+        help="of matrix products; if not given bfloat16 on a GPU that has it, else float32")
     add = parser.add_argument_group("run").add_argument
     add("--steps", type=positive_int, default=200, help="rollouts in the run")
-    add("--seed", type=non_negative_int, default=0, help="of the samples and the problems' order")
+    add("--seed", type=in_range(int, 0, 10 ** 12), default=0, help="of samples and problem order")
     add("--out", help="output directory",
         default=f"runs/{Path(parser.prog).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
@@ -782,38 +850,23 @@ def parse(parser, argv, **toy_settings):
     if args.resume:
         with or_fail(f"--resume: --out {args.out} holds no run to continue"):
             saved = json.loads(Path(args.out, "args.json").read_text())
-        if saved["script"] != parser.prog:
-            fail(f"--resume: the run in {args.out} is one of {saved['script']}")
+            if saved["script"] != parser.prog:
+                fail(f"--resume: the run in {args.out} is one of {saved['script']}")
         parser.set_defaults(**saved)
     args = parser.parse_args(argv)
     args.script = parser.prog
-    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
+    has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
     # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse.
     args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.device == "cuda" else 1536)
-    if args.minibatches > args.prompts:
-        fail(f"--minibatches {args.minibatches}: at most --prompts {args.prompts}")
     return args
-
-def fail(message, status=2):
-    """Say in one line what is wrong and exit."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(status)
-
-@contextlib.contextmanager
-def or_fail(message):
-    """Turn any error inside into one line: libraries raise what they like, at any length."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise  # launch says what to do
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
-        fail(f"{message}: {reason} ({Path(place.filename).name}:{place.lineno})")
 
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out made and locked. Out of memory and Ctrl-C are one line each."""
+    if hasattr(sys.stdout, "reconfigure"):  # a character that cannot be written becomes a ?, and
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # each line is out at once
     if Path(args.model).resolve() == Path(TOY):
         torch.set_num_threads(1)  # the same sums for any number of cores; more gain little
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
@@ -825,10 +878,10 @@ def launch(main, args):
         with lock:
             main(args)
     except KeyboardInterrupt:
-        fail(f"interrupted; go on from the last checkpoint with --out {args.out} --resume", 130)
+        begun = Path(args.out, "args.json").exists()
+        fail(f"interrupted; go on with --out {args.out}" + " --resume" * begun, 130)
     except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens (update), --prompts or "
-             "--max_new_tokens (sampling), or give --beta 0")
+        fail("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
 
 def saved_steps(args):
     """List the steps saved in --out, in order. Others, as step-40-best, are left alone."""
@@ -867,11 +920,16 @@ def load_checkpoint(args, policy, parts):
         shutil.copy(folder / "metrics.jsonl", args.out)
     return steps[-1]
 
+def progress(items, doing, unit):
+    """Iterate over `items` with a progress bar below that of the run, which is shown in a terminal
+    only, and only for what takes more than 2 seconds."""
+    return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
+
 class Logger:
     """Writes metrics.jsonl and args.json; shows a bar and prints lines."""
     STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
-            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clipped {:.2%}",
-            "explained_variance": "critic {:.2f}", "seconds": "{:.1f} s"}
+            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clip {:.2%}",
+            "explained_variance": "critic {:.2f}", "seconds": "{:.1f}s"}
     HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
                 "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
     HELD_OUT |= {f"eval_pass@{k}": f"pass@{k} {{:.3f}}" for k in (2, 4, 8, 16, 32, 64)}
@@ -897,15 +955,14 @@ class Logger:
         if "reward" in stats:
             self.bar.write(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
         if "eval_reward" in stats:
-            self.bar.write(f"held out, after {step} steps:  {format_stats(stats, self.HELD_OUT)}")
+            self.bar.write(f"held out after {step} steps  {format_stats(stats, self.HELD_OUT)}")
             if rollout:
                 answer = extract_answer(problem["answer"]) or problem["answer"]
                 text = f"{problem['question']}\n{rollout['texts'][0].strip()}"
                 text += f"\n(reward {rollout['rewards'][0]:g}, answer {answer})"
                 self.bar.write(textwrap.indent(text, "    | "))
         if stats.get("truncated", 0) > 0.5:
-            self.bar.write("warning: over half of the completions are cut off: raise "
-                           "--max_new_tokens; if they have grown, lower --lr")
+            self.bar.write("warning: over half of the completions are cut off by --max_new_tokens")
         if stats.get("skipped") or stats.get("value_skipped"):
             self.bar.write("warning: a gradient was not finite, its step is skipped: lower --lr")
         self.bar.update(step - self.bar.n)
@@ -915,8 +972,8 @@ class Logger:
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_reward" in stats:
-                print(f"held out, after {stats['step']:3} steps  "
-                      f"{format_stats(stats, self.HELD_OUT)}")
+                numbers = format_stats(stats, self.HELD_OUT)
+                print(f"held out after {stats['step']:3} steps  {numbers}")
         print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")
         print(f"metrics               {self.path}")
 

@@ -10,16 +10,19 @@ of floor   The floor is the least time that arithmetic allows at the two rates m
            token of every row all weights, keys, values and logits are read; an update takes 6 operations per
            weight and token (with checkpointing 8, so that 75 % is the most).
 plain      How many times faster than the plain way: transformers' `generate`, micro-batches of a fixed number
-           of rows in the order they came, log_softmax of whole logits; and than TRL's GRPOTrainer, if
-           installed. They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
+           of rows in the order they came, log_softmax of whole logits. So are TRL's GRPOTrainer, if it is
+           installed, and with --against DIR the scripts of another checkout, with their own defaults.
+           They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
 
 "rollout" samples P x G completions of T tokens. A "step" is sampling, log-probs of policy and reference, and
 update; each token is the last with probability 4/T, so that completions have T/4 on average. A --model ends
-them where it does.
+them where it does. Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with
+--beta 0 such a group has no gradient and is not computed.
 """
 import argparse
 import contextlib
 import copy
+import importlib
 import importlib.util
 import math
 import random
@@ -44,13 +47,24 @@ SIZES = {  # of Qwen2.5, and the work: P prompts of S tokens, G completions of a
     "1.5B": ((1536, 8960, 28, 12, 151936), (32, 8, 128, 512))}
 TRL = importlib.util.find_spec("trl")
 
+def script_of(folder):
+    """The grpo.py of another checkout, with its own common.py."""
+    ours = {name: sys.modules.pop(name) for name in ("common", "grpo")}
+    with mock.patch.object(sys, "path", [folder, *sys.path]):
+        other = importlib.import_module("grpo")
+    sys.modules.update(ours)
+    return other
+
 class Bench:
     """The machine, the model, the work and the table."""
-    def __init__(self, size, model, script_args):
+    def __init__(self, size, model, script_args, equal=0.0, against=None):
         P, G, S, T = SIZES[size][1] if model is None else (16, 8, 0, 48)
         given = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}", *script_args]
         name = model or (common.TOY if size == "tiny" else size)  # the toy has settings of its own
-        self.args = grpo.parse_args([*given, "--model", name])
+        self.equal, self.other = equal, against and script_of(against)
+        self.args_of = {script: script.parse_args([*given, "--model", name])
+                        for script in (grpo, self.other) if script}
+        self.args = self.args_of[grpo]
         P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
         self.table, self.gpu, self.is_real = {}, self.args.device != "cpu", model is not None
         self.clock, self.pairs = time.perf_counter if self.gpu else time.process_time, 3
@@ -173,19 +187,26 @@ def rollout(bench):
     floor = None if bench.is_real else least / took  # completions of a real model end
     bench.report("rollout", found["mask"].sum().item() / took, "tokens/s", floor, ratio)
 
-def one_step(bench):
+def rewards(bench):
+    """Of a rollout: 0 in the first groups, a share of --equal, and 0 and 1 in turn in the others."""
+    P, G, _, _ = bench.work.values()
+    return [float(group >= bench.equal * P and i % 2) for group in range(P) for i in range(G)]
+
+def one_step(bench, script=grpo):
     """What grpo.py does in a step: the seconds of its parts, and the least of the update."""
-    def timed(*given, generate=common.generate):
+    def timed(*given, generate=script.common.generate):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
     parts, problems = {}, [{"prompt": prompt} for prompt in bench.prompts]
-    reward = lambda problems, completions: [float(len(text) % 2) for text in completions]  # noqa: E731
-    given = bench.model, bench.reference, bench.tokenizer, problems, reward, bench.args
-    with mock.patch.object(common, "generate", timed):
-        collected, (batch, _) = bench.seconds(lambda: grpo.collect(*given))
+    reward, args = lambda *_: rewards(bench), bench.args_of[script]  # noqa: E731
+    given = bench.model, bench.reference, bench.tokenizer, problems, reward, args
+    with mock.patch.object(script.common, "generate", timed):
+        collected, (batch, _) = bench.seconds(lambda: script.collect(*given))
     parts["log-probs"] = collected - parts["sampling"]
-    given = bench.model, bench.optimizers, batch, bench.args
-    parts["update"], _ = bench.seconds(lambda: grpo.update(*given))
+    given = bench.model, bench.optimizers, batch, args
+    parts["update"], _ = bench.seconds(lambda: script.update(*given))
+    if "has_gradient" in batch:
+        batch = {name: batch[name][batch["has_gradient"]] for name in ("attention", "mask")}
     read, written = batch["attention"].sum().item(), batch["mask"].sum().item()
     return parts, 6 * (bench.body * read + bench.head * written) / bench.rate * bench.args.epochs
 
@@ -198,19 +219,27 @@ def step(bench):
     for name, seconds in parts.items():
         floor = least / seconds if name == "update" else None
         bench.report(f"step, {name}", seconds, "s", floor, plain[name] / seconds)
+    if bench.other:
+        took, ratio, ((parts, _), (plain, _)) = bench.race(ours, lambda: one_step(bench, bench.other))
+        bench.report("step, plain: the other checkout", took, "s", None, ratio)
+        for name, seconds in parts.items():
+            bench.report(f"step, {name}, plain: the other checkout", seconds, "s", None, plain[name] / seconds)
     if TRL:
         from results.real.beside_trl import race
-        took, ratio, length = race(bench, ours)
+        took, ratio, length = race(bench, ours, rewards(bench))
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model-size", choices=SIZES, default="tiny", help="tiny, or a size of Qwen2.5")
     parser.add_argument("--model", help="a directory or hub name, with --dataset")
+    parser.add_argument("--equal", type=float, default=0.0, help="share of groups of equal rewards")
+    parser.add_argument("--against", metavar="DIR", help="another checkout of this repository")
     args, script_args = parser.parse_known_args(argv)
-    bench = Bench(args.model_size, args.model, script_args)
+    bench = Bench(args.model_size, args.model, script_args, args.equal, args.against)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, {bench.work}")
+    print(f"groups of equal rewards: {bench.equal:.0%}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):
         part(bench)

@@ -126,6 +126,8 @@ def test_rollout_statistics_leave_padding_out():
         "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "zero_variance_groups": 0.5, "sampling_logp_difference": math.sqrt(0.22 / 9),
         "sampling_sequence_difference": 0.1})
+    rollout["rewards"] = torch.tensor([0.7] * 12)  # the deviation is 1e-7 by rounding, the advantage 0
+    assert common.rollout_stats(rollout, 12)["zero_variance_groups"] == 1
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
     rollout["has_gradient"] = torch.tensor([False, True, True, True])  # the first row has no old_logp

@@ -1,10 +1,13 @@
 """The command line: flags, bad input, models, what every option does, what a run prints and logs."""
 import argparse
 import collections
+import io
 import json
 import math
 import re
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,8 +35,9 @@ def weights(out="run"):
 COUNTS = ("prompts group_size steps epochs minibatches max_new_tokens max_prompt_tokens micro_batch_tokens "
           "eval_every eval_problems eval_samples save_every").split()
 BAD_FLAGS = dict.fromkeys(COUNTS, "0 -1 1.5 x") | {
-    "temperature": "0 -1 nan x", "lr": "0 -1 nan", "max_grad_norm": "0 -1 nan", "eps_high": "0 nan",
-    "eps_low": "0 -0.1 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5", "seed": "-1 x",
+    "temperature": "0 -1 nan x", "lr": "0 -1 nan inf", "max_grad_norm": "0 -1 nan", "eps_high": "0 nan",
+    "eps_low": "0 -0.1 nan", "beta": "-0.1 nan", "warmup_steps": "-1 0.5",
+    "seed": "-1 x 1000000000001",  # a step's seed, a million times it, must fit into 64 bits
     "dtype": "float64 float16", "device": "bogus cuda:1", "nope": "3", "step": "3"}  # --step is not --steps
 OWN_FLAGS = {ppo: {"gamma": "-1 1.1 nan", "lam": "1.1", "vf_coef": "-1", "eps_value": "0", "value_lr": "0"},
              grpo: {"group_size": "1", "kl": "k1", "ref_every": "0 x", "gamma": "1"},
@@ -45,8 +49,6 @@ def test_a_flag_out_of_range_or_of_another_script_is_refused(script, capsys):
         for value in values.split():
             with refused(capsys, f"--{flag}"):
                 script.parse_args([f"--{flag}={value}"])
-    with refused(capsys, "--minibatches 3", "--prompts 2"):
-        script.parse_args("--prompts 2 --minibatches 3".split())
     script.parse_args("--warmup_steps 0 --beta 0 --eps_low 1 --eps_high 5 --lr 1e-9 --seed 0".split())
     assert not Path("runs").exists()
 
@@ -84,6 +86,12 @@ def no_end(path):
     edit(path / "tokenizer_config.json", eos_token=None)
     edit(path / "generation_config.json", eos_token_id=None)
 
+def more_words(path):
+    """The tokenizer learns three, the model, which has room for two, none."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["one", "two", "What"])
+    tokenizer.save_pretrained(path)
+
 BROKEN = {  # what is wrong: (how to break a model directory, words of the message)
     "not there": (shutil.rmtree, "loaded"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "loaded"),
@@ -91,7 +99,19 @@ BROKEN = {  # what is wrong: (how to break a model directory, words of the messa
     "a weight that is nan": (reweigh(lambda weight: weight * float("nan")), "not supported"),
     "an encoder": (lambda path: edit(path / "config.json", model_type="vit"), "loaded"),
     "no tokenizer": (lambda path: [file.unlink() for file in path.glob("tokenizer*")], "tokenizer"),
-    "no end of sequence": (no_end, "eos_token")}
+    "no end of sequence": (no_end, "eos_token"),
+    "a token without an embedding": (more_words, "embedding")}
+
+def test_weights_that_the_model_does_not_use_are_named(capsys):
+    """They were dropped without a word: of another model than config.json says, or of an adapter."""
+    shutil.copytree("model", "odd")
+    tensors = load_file("odd/model.safetensors") | {"extra.weight": torch.ones(2)}
+    save_file(tensors, "odd/model.safetensors", {"format": "pt"})
+    Path("odd/adapter_config.json").write_text("{}")
+    for name, warning in (("model", ""), ("odd", "not used are odd/adapter_config.json, extra.weight\n")):
+        common.load_policy(grpo.parse_args(["--device", "cpu", "--model", name]))
+        said = capsys.readouterr().out
+        assert warning in said and ("not used" in said) == (name == "odd")
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_bad_model_directory_is_one_line(what, capsys):
@@ -162,16 +182,21 @@ def test_the_defaults_are_those_of_the_papers_and_of_the_readmes_numbers():
         assert (args.lr, args.epochs, args.temperature, args.minibatches) == (lr, epochs, 1, 4)
     assert (args.eps_value, args.gamma, args.lam, args.vf_coef, args.whiten) == (0.2, 1, 0.95, 0.1, True)
 
-def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype():
+def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(monkeypatch):
+    """A T4 has no bfloat16: it emulates it, several times slower than float32."""
     for flags, dtype, low in (
             ("cpu", "float32", 3e-4), ("cuda", "bfloat16", 0.01),
             ("cpu --dtype bfloat16", "bfloat16", 0.01), ("cuda --dtype float32", "float32", 3e-4),
-            ("cuda --eps_low 0.007", "bfloat16", 0.007)):
-        args = gspo.parse_args(f"--device {flags}".split())
+            ("cuda --eps_low 0.007", "bfloat16", 0.007), ("T4", "float32", 3e-4),
+            ("T4 --dtype bfloat16", "bfloat16", 0.01)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation=True: including_emulation or "T4" not in flags)
+        args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
         assert (args.dtype, args.eps_low) == (dtype, low), flags
 
 @pytest.mark.parametrize("flags, tokens", [
-    ("cpu --model x", 1536), ("cuda --model x", 4096), ("cpu --model x --micro_batch_tokens 99", 99), ("cpu", 4096)])
+    ("cpu --model x", 1536), ("cuda --model x", 4096), ("cpu --model x --micro_batch_tokens 99", 99),
+    ("cpu", 4096)])
 def test_micro_batches_go_by_the_device(flags, tokens):
     """The toy, the default model, has a setting of its own."""
     assert grpo.parse_args(f"--device {flags}".split()).micro_batch_tokens == tokens
@@ -269,7 +294,12 @@ def test_eval_every_save_every_eval_problems_and_eval_samples(script, spread, mo
     calls, saved = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, common, "save_checkpoint")
     flags = f"{QUICK} --steps 5 --eval_every 2 --save_every 3 --eval_problems 3 --eval_samples 4"
     rows = train(script, flags)
-    assert len(re.findall("pass@4", capsys.readouterr().out)) >= 4  # in the table at the end
+    shown = re.findall(r"after (\d) steps  greedy (\S+)  sampled (\S+)  reward (\S+)  length (\S+)  "
+                       r"pass@2 (\S+)  pass@4 (\S+)$", capsys.readouterr().out, re.M)
+    names = [f"eval_{name}" for name in (
+        "accuracy", "sampled_accuracy", "reward", "completion_length", "pass@2", "pass@4")]
+    expected = [[row["step"], *(row[name] for name in names)] for row in rows if names[0] in row]
+    assert [list(map(float, line)) for line in shown] == [pytest.approx(x, abs=0.051) for x in expected]
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
     assert {len(call.problems) for call in calls} == {3} and [call.step for call in saved] == [3, 5]
     always = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
@@ -320,7 +350,8 @@ def test_gradient_checkpointing_computes_every_layer_twice_of_critic_and_policy(
 # ---- What a run logs and prints ------------------------------------------------------------------
 
 KEYS = set("step reward completion_length truncated entropy kl loss clip_frac ratio_max grad_norm skipped "
-           "zero_gradient zero_variance_groups sampling_logp_difference sampling_sequence_difference seconds".split())
+           "zero_gradient zero_variance_groups sampling_logp_difference sampling_sequence_difference "
+           "seconds".split())
 PPO_KEYS = {"value_loss", "value_grad_norm", "value_skipped", "value_zero_gradient", "explained_variance"}
 
 def printed(capsys, script, flags):
@@ -329,7 +360,7 @@ def printed(capsys, script, flags):
     return capsys.readouterr().out
 
 @every_main
-def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spread, monkeypatch, capsys):
+def test_a_run_prints_its_settings_its_steps_and_evaluations(script, spread, monkeypatch, capsys):
     calls = spy(monkeypatch, script, "collect")
     said = printed(capsys, script, f"{QUICK} --steps 2 --eval_every 1")
     words = said[:said.index("held out")].split()
@@ -342,10 +373,57 @@ def test_a_run_prints_its_settings_a_line_for_every_step_and_a_table(script, spr
         shown = f"    | {problem['question']}\n    | {rollout['texts'][0].strip()}\n    | (reward "
         answer = problem["answer"].split("#### ")[1]
         assert f"{shown}{rollout['rewards'][0]:g}, answer {answer})\n" in said
-    close = said[said.rindex("held out, after   0 steps"):]
     for row in rows:
-        assert re.search(rf"after +{row['step']} steps +greedy {row['eval_accuracy']:.3f} ", close)
-    assert str(newest()) in close and "run/metrics.jsonl" in close
+        assert re.search(rf"after {row['step']} steps +greedy {row['eval_accuracy']:.3f} ", said)
+    assert str(newest()) in said and "run/metrics.jsonl" in said
+
+def test_a_line_says_what_it_means_and_fits_80_columns():
+    """A clipped share of .05 is 5 %; the numbers are those of the toy's twentieth step."""
+    step = {"reward": 0.5781, "completion_length": 24.31, "entropy": 0.123, "kl": 0.0123, "clip_frac": 0.05,
+            "seconds": 0.3}
+    line = "reward 0.578  length 24.3  entropy 0.12  kl 0.0123  clip 5.00%  0.3s"
+    assert common.format_stats(step, common.Logger.STEP) == line and len(f"step 20/20  {line}") <= 80
+    held_out = {"eval_accuracy": 1, "eval_sampled_accuracy": 0.975, "eval_reward": 0.9, "eval_pass@8": 0.99,
+                "eval_completion_length": 24.31}
+    line = "greedy 1.000  sampled 0.975  reward 0.900  length 24.3"
+    assert common.format_stats(held_out, common.Logger.HELD_OUT) == f"{line}  pass@8 0.990"
+    assert len(f"held out after 20 steps  {line}") <= 80
+
+def test_the_instruction_asks_for_a_mark_that_the_reward_reads():
+    """Else no completion of a real model earns anything."""
+    mark = common.INSTRUCTION.split()[-1].rstrip(".")
+    assert common.extract_answer(f"2 + 2 is 4.\n{mark} 4") == "4" and grpo.parse_args(
+        ["--model", "x"]).system_prompt == common.INSTRUCTION
+
+@every_script
+def test_evaluations_ask_the_held_out_problems_and_no_step_does(script, spread, monkeypatch):
+    """Else the curves of accuracy would be of problems that were trained on."""
+    loads, evaluations = spy(monkeypatch, common, "load_problems"), spy(monkeypatch, common, "evaluate")
+    steps = spy(monkeypatch, script, "collect")
+    train(script, f"{QUICK} --steps 2 --eval_every 1 --prompts 9 --max_new_tokens 1 --eval_problems 6")
+    questions = lambda problems: sorted(problem["question"] for problem in problems)  # noqa: E731
+    held_out = questions(loads[0].result[1])
+    assert len(held_out) == 6 and [questions(call.problems) for call in evaluations] == [held_out] * 3
+    assert len(steps) == 2 and not any(set(questions(call.problems)) & set(held_out) for call in steps)
+
+@every_main
+def test_the_seconds_of_a_step_are_without_its_evaluation(script, monkeypatch):
+    """An evaluation is made to last 30 seconds by the clock."""
+    late, real = [], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + 30 * len(late))
+    monkeypatch.setattr(common, "evaluate", lambda *_: late.append(1) or {"eval_accuracy": 0.5})
+    assert 0 < train(script, f"{QUICK} --eval_every 1")[-1]["seconds"] < 30
+
+def test_the_toy_is_computed_by_one_core_and_stdout_takes_every_character(monkeypatch):
+    """The same sums on every machine. A character that stdout cannot write ended a run, and a file's lines
+    came late."""
+    cores, file = [], io.BytesIO()
+    monkeypatch.setattr(torch, "set_num_threads", cores.append)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii"))
+    for model, expected in (("model", []), (common.TOY, [1])):
+        args = grpo.parse_args(["--model", model, "--out", f"runs/{len(expected)}"])
+        common.launch(lambda args: print("\u03c0"), args)
+        assert cores == expected and file.getvalue().splitlines()[-1] == b"?"
 
 def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     assert printed(capsys, grpo, QUICK).count("warning: over half of the completions are cut off") == 1
@@ -353,15 +431,29 @@ def test_completions_that_are_cut_off_are_warned_about(spread, capsys):
     edit(Path("terse/generation_config.json"), eos_token_id=list(range(104)))
     row = train(grpo, f"{QUICK} --model terse", out="short")[1]
     assert (row["truncated"], row["completion_length"]) == (0, 1) and "warning" not in capsys.readouterr().out
+    logger = common.Logger(grpo.parse_args(["--device", "cpu", "--out", "short"]), 0)
+    for share, times in [(0.4, 0), (0.6, 1), (1.0, 1)]:  # over half of them
+        logger.log(1, {"truncated": share})
+        assert capsys.readouterr().out.count("are cut off") == times
 
 def test_a_step_without_a_finite_gradient_is_warned_about(spread, monkeypatch, capsys):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
     assert printed(capsys, grpo, QUICK).count("warning: a gradient was not finite") == 1
+    logger = common.Logger(grpo.parse_args(["--device", "cpu", "--out", "run"]), 0)
+    for stats in ({"skipped": 0, "value_skipped": 0.5}, {"skipped": 0, "value_skipped": 0}):  # of the critic
+        logger.log(1, stats)
+        assert capsys.readouterr().out.count("was not finite") == (stats["value_skipped"] > 0)
 
-def test_a_clip_range_below_the_rounding_of_a_ratio_is_warned_about(spread, capsys):
+def test_a_clip_range_below_the_rounding_of_a_ratio_is_warned_about(spread, monkeypatch, capsys):
     for i, (flags, times) in enumerate([("--eps_low 1e-7", 2), ("--eps_low 0.5", 0)]):
         train(gspo, f"{QUICK} --dtype bfloat16 --steps 2 {flags}", out=f"run{i}")
         assert capsys.readouterr().out.count("warning: rounding moves s further than --eps_low") == times
+    real = common.rollout_stats
+    for token, s, times in [(1.0, 1e-9, 0), (1e-9, 1.0, 1)]:  # s is a mean: rounding of tokens cancels in it
+        off = {"sampling_logp_difference": token, "sampling_sequence_difference": s}
+        monkeypatch.setattr(common, "rollout_stats", lambda *given: real(*given) | off)
+        train(gspo, QUICK, out=f"off{times}")
+        assert capsys.readouterr().out.count("rounding moves s") == times
 
 @every_script
 def test_help_shows_the_docstring_and_a_meaning_for_every_flag(script, capsys):

@@ -11,7 +11,7 @@ import transformers
 
 import common
 import grpo
-from conftest import LOOKS, TINY, char_tokenizer, refused, save_tiny, sums, train, write_jsonl
+from conftest import LOOKS, TINY, char_tokenizer, refused, save_tiny, spy, sums, train, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -53,6 +53,17 @@ def test_a_directory_gives_its_splits():
     swapped = load("--dataset set --split test --eval_split train --eval_problems 100")
     assert list(map(len, swapped)) == [6, 12]
 
+def test_a_name_with_a_bracket_or_a_star_is_no_pattern(capsys):
+    """f1.jsonl was read in place of f[1].jsonl. A directory with such a name cannot be read."""
+    for i, (name, other) in enumerate([("f[1]", "f1"), ("g*", "g1"), ("h?", "h1")]):
+        write_jsonl(f"{name}.jsonl", sums(20, start=100 * i))
+        write_jsonl(f"{other}.jsonl", sums(20, start=900))
+        both = load(f"--dataset '{name}.jsonl' --eval_problems 20")
+        assert sorted(questions(sum(both, []))) == sorted(questions(sums(20, start=100 * i)))
+        Path(name).mkdir()
+        with refused(capsys, f"--dataset {name}", "[, * or ?"):
+            load(f"--dataset '{name}'")
+
 def test_of_several_configurations_main_is_read():
     """openai/gsm8k, of the README's second command, has main and socratic: none is the default."""
     Path("several").mkdir()
@@ -66,7 +77,7 @@ def test_of_several_configurations_main_is_read():
 
 GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
 BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
-    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl"),
+    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl JSON row"),
     "empty": ("--dataset bad.jsonl", "", "bad.jsonl"),
     "of an unknown kind": ("--dataset bad.txt", GOOD, "bad.txt .jsonl"),
     "not there": ("--dataset gone.jsonl", None, "FileNotFoundError"),
@@ -75,7 +86,7 @@ BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the lin
     "no such question column": ("--question_column problem", None, "problem --question_column answer"),
     "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
     "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 problems of 0"),
+    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 problems of 0 none"),  # none is too long
     "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
 
 @pytest.mark.parametrize("case", BAD_FILES)
@@ -98,6 +109,16 @@ def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
     assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and 20 <= len(a[1]) <= 60
     half = set(questions(rows[::-2]))
     assert b == [a[0] & half, a[1] & half]
+
+def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed(monkeypatch):
+    """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. To save
+    time twice as many are prepared as are asked, but not all."""
+    rows, prepared = sums(200), spy(monkeypatch, common, "prepare")
+    flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 20"
+    exams = [questions(load(f"{flags} --seed {seed}")[1]) for seed in (0, 7)]
+    assert exams[0] == exams[1] and len(set(exams[0])) == 20 and set(exams[0]) <= set(questions(rows))
+    numbers = [questions(rows).index(question) for question in exams[0]]
+    assert 60 < sum(numbers) / 20 < 140 and len(prepared[1].rows) == 40
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
     for name, splits in {"both": ["train", "test"], "lone": ["train"], "exam": ["test"]}.items():
@@ -150,6 +171,13 @@ def test_rows_without_a_gold_answer_are_kept_where_the_reward_needs_none():
     own, held_out = load(f"{flags} --answer_column ''")
     assert len(own) == 5 and held_out and own[0]["answer"] == ""
 
+def test_the_reward_that_needs_answers_is_refused_where_there_are_none(capsys):
+    """--answer_column "" leaves problems without one: right completions would earn 0 for ever."""
+    with refused(capsys, '--answer_column ""', "answer_reward"):
+        train(grpo, f"{TINY} --answer_column ''")
+    own = common.rewards_of(lambda problems, texts: [2.0], [{"answer": ""}], rollout("a"))
+    assert own.tolist() == [2]
+
 def test_what_is_trained_on_is_never_held_out():
     """Not with one split of two given twice, either."""
     train, held_out = load(f"{splits_of(sums(60))} --eval_split train")
@@ -177,6 +205,20 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
         bos = [tokenizer.bos_token_id] * (look == "plain")
         own = bos + [tokenizer.convert_tokens_to_ids(character) for character in text]
     assert problem["prompt"] == own and own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
+
+@pytest.mark.parametrize("look", ["chatml", "plain"])
+def test_a_thousand_prompts_are_those_of_one_at_a_time(look):
+    """In their order, also behind the first thousand, where another batch begins; blanks around a question
+    stay. None is padded."""
+    save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
+    tokenizer, rows = transformers.AutoTokenizer.from_pretrained("tiny"), sums(1100)
+    rows[5]["question"] = "  1 + 1? \n "
+    for problem, row in zip(load(f"--model tiny {splits_of(rows)}")[0], rows, strict=True):
+        own = tokenizer(row["question"] + "\n")["input_ids"]
+        if look == "chatml":
+            chat = [turn("user", row["question"])]
+            own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert problem["question"] == row["question"] and problem["prompt"] == own
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("column", ["question", "prompt"])
@@ -208,7 +250,8 @@ def turn(role, content):
 @pytest.mark.parametrize("column, value", [
     ("question", ["1 + 1?"]), ("question", {"text": "1 + 1?"}), ("question", [{"text": "1 + 1?"}]),
     ("question", [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]), ("question", []),
-    ("question", [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "text: 2"}]),
+    *[("question", [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "text: 2"}])
+      for role in ("assistant", "Assistant", "gpt", "model", "tool", "system")],
     ("answer", [2]), ("answer", {"value": 2})])
 def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(column, value, capsys):
     rows = [row | {column: value} for row in sums(9)]
@@ -250,7 +293,8 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
 
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "finite nan"), (lambda n: [1e39] * n, "finite inf"),
-    (lambda n: [1.0], "each of 2 [1.0]"), (lambda n: [1.0] * 9, "each of 2"),
+    (lambda n: [1.0], "each of 2 returned 1: [1.0]"),
+    (lambda n: [1.0] * 4096, "each of 2 returned 4096: [...]"),
     (lambda n: sys.exit(0), "sys.exit")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
     """sys.exit(0) ended a run with status 0 and no word."""

@@ -310,9 +310,12 @@ def test_a_fork_is_small_and_says_what_it_is(name, fork):
     assert fork(name).__doc__.upper().startswith(titles.get(name, f"{name.upper()}: "))
 
 def test_the_readme_names_every_fork_and_shows_one():
+    """All forks by name, and the two lines of code that RLOO changes as they stand in its patch."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = [name for name, path in PATCHES.items() if path.read_text(encoding="utf-8") in readme]
-    assert shown and all(name in shown or f"`{name}`" in readme for name in PATCHES)
+    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    changed = PATCHES["rloo"].read_text(encoding="utf-8").splitlines()
+    assert shown == [line for line in changed if line[1:].startswith("    adv = ")] and len(shown) == 2
+    assert all(f"`{name}`" in readme for name in PATCHES)
 
 # ---- torchrun ------------------------------------------------------------------------------------
 

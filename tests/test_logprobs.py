@@ -63,6 +63,13 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
         exact = call.hidden.double() @ model.lm_head.weight.double().T
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
 
+def test_training_keeps_no_cache():
+    """Keys and values of every layer would be held for nothing."""
+    model, seen = tiny_model(), []
+    model.base_model.register_forward_hook(lambda module, given, output: seen.append(output.past_key_values))
+    common.token_logprobs(model, random_batch(3), settings(grpo))
+    assert seen == [None]
+
 def test_only_completion_tokens_reach_the_head(monkeypatch):
     """No logits for prompts and padding: as many rows go through the head as the mask has ones."""
     batch, calls = random_batch(6, prompt=(20, 30)), spy(monkeypatch, common, "head_logits")
@@ -109,8 +116,8 @@ def chunked(hidden, head, target, temperature, factor=1.0, cap=None):
     """The same in chunks of 256 tokens; half of the factor is Cohere's, half Granite's."""
     config = types.SimpleNamespace(
         logit_scale=factor ** 0.5, logits_scaling=factor ** -0.5, final_logit_softcapping=cap)
-    config.get_text_config = lambda: config
-    model = types.SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    of_both = types.SimpleNamespace(get_text_config=lambda: config)  # a model's that reads images, too
+    model = types.SimpleNamespace(config=of_both, get_output_embeddings=lambda: head)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "CHUNK", 256 * len(head.weight))
         return common.chunked_logprobs(model, hidden, target, temperature)
@@ -136,7 +143,9 @@ def test_chunks_equal_the_whole(dtype, close, M, scale, bias, factor, cap):
     assert all(relative(a, b) < close for a, b in zip(*gradients))
 
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
-    """Between the two, and of other chunks, no logits are kept: that is what the memory of a GPU holds."""
+    """Between the two, and of other chunks, no logits are kept: that is what the memory of a GPU holds. A
+    tensor of a chunk takes .27 GB, as its comment says."""
+    assert 0.2e9 < 4 * common.CHUNK < 0.3e9
     monkeypatch.setattr(common, "CHUNK", 10 * 64)
     model, calls, rows = tiny_model(vocab_size=64), spy(monkeypatch, common, "head_logits"), [10, 10, 5]
     hidden = torch.randn(25, 16, requires_grad=True)

@@ -16,6 +16,8 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs():
     runs = pandas.DataFrame({"step": [0, 2, 4, 0, 2, 4], "kl": [1, 2, 7, 3, None, 7]})
     assert plot.curve(runs, "kl").to_dict("split", index=False)["data"] == [[2, 1, 3, 2], [7, 7, 7, 2]]
     assert plot.curve(runs.assign(kl=float("nan")), "kl").empty
+    three = pandas.DataFrame({"step": [1, 1, 1], "kl": [0, 0, 9]})  # their median is 0
+    assert plot.curve(three, "kl")["mean"].tolist() == [3]
 
 def test_a_run_is_a_directory_or_rows_of_a_table(tmp_path):
     """A run that has logged nothing yet, and a directory that is no run, are left out of the picture."""

@@ -1,5 +1,7 @@
-"""The README's numbers, computed by the scripts' own functions; its names, commands, examples and faults. So
-for tests/results/README.md, its second reading, and for tests/forks/README.md."""
+"""The README's numbers, computed by the scripts' own functions; its names, commands, examples and faults. The
+same for tests/results/README.md (SECOND) and tests/forks/README.md (FORKS)."""
+import collections
+import csv
 import re
 import shlex
 import shutil
@@ -10,7 +12,7 @@ import types
 import pytest
 import torch
 import transformers
-from conftest import CHATML, ROOT, char_tokenizer, settings, tensor64, tiny_config
+from conftest import CHATML, ROOT, Trainer, char_tokenizer, settings, tensor64, tiny_config
 
 import common
 import grpo
@@ -63,31 +65,45 @@ def pushes(script, **flags):
     loss, _ = script.policy_loss(x, OLD, *rest, MASK, settings(script, beta=0.0, **flags))
     return -torch.autograd.grad(loss / 4, x)[0], loss.detach() / 4
 
-def test_who_is_to_be_praised():
+def test_the_advantages_of_one_step():
     same([row[3] for row in HAND[:-1]], advantages(lam=0.0)[0][MASK > 0])  # lambda 0: A is delta
     same([row[4] for row in HAND[:-1]], advantages()[0][MASK > 0])
-    first, others = numbers("1 has A = .75/.5 = #, the others #.")
+    first, others = numbers("completion 1 has A = .75/.5 = #, and the others have A = -.25/.5 = # (without")
     assert (R.mean(), R.std()) == (0.25, 0.5)
+    end, delta, before = numbers("A = δ = 0 + 0 - .3 = #. The token before it has δ = 0 + .3 - .4 = #, and "
+                                 "A = -.1 + .95 × -.3 = #.")
+    same([before, end], advantages()[0][2, :2])
+    same([delta], advantages(lam=0.0)[0][2, :1])
     torch.testing.assert_close(advantages()[1][:, 0], tensor64(
         [float(first), *[float(others)] * 3]), rtol=0, atol=4e-4)  # the 1e-4
 
-def test_how_hard_each_token_is_pushed():
+def test_the_pushes_of_one_step():
     s = (((NEW - OLD) * MASK).sum(1, keepdim=True) / LENGTHS).exp().expand(4, 4)
     same([row[7] for row in HAND[:-1]], (NEW - OLD).exp()[MASK > 0])
     same([row[8] for row in HAND[:-1]], s[MASK > 0])
     for i, script in [(9, ppo), (10, grpo), (11, gspo)]:
-        slopes, loss = pushes(script)
+        pushed, loss = pushes(script)
         *printed, last = [row[i] for row in HAND]
-        assert [cell == "clip" for cell in printed] == (slopes[MASK > 0] == 0).tolist()
-        same([cell.replace("clip", "0") for cell in printed], slopes[MASK > 0])
+        assert [cell == "clip" for cell in printed] == (pushed[MASK > 0] == 0).tolist()
+        same([cell.replace("clip", "0") for cell in printed], pushed[MASK > 0])
         same([last], [loss])
-    printed = numbers("by # × -.5 / (4 × 2) = #, GSPO both of its tokens by # × -.5 / (4 × 2) = #.")
+    printed = numbers("by # × -.5 / (4 × 2) = #, and GSPO pushes both tokens by # × -.5 / (4 × 2) = #.")
     same(printed, [(NEW - OLD).exp()[2, 0], pushes(grpo)[0][2, 0], s[2, 0], pushes(gspo)[0][2, 1]])
+    printed = numbers("w is e^.20 = # and e^.10 = #, and s is e^.15 = #.")
+    same(printed, [*(NEW - OLD).exp()[2, :2], s[2, 0]])
+    same(numbers("already # % likelier.") + numbers("already # % less likely."),
+         [100 * (NEW - OLD).exp()[0, 0] - 100, 100 - 100 * (NEW - OLD).exp()[1, 0]])
+
+def test_at_ratio_one_the_loss_of_a_group_is_zero():
+    """Exactly: the z-scores of a group add up to 0, and every one is a mean over its own tokens."""
+    for script in (grpo, gspo):
+        loss, _ = script.policy_loss(OLD, OLD, None, advantages()[1], MASK, settings(script, beta=0.0))
+        assert abs(loss) < 1e-12
 
 def test_the_answer_with_another_clip_range():
     """With --eps_high .3 the first cell changes in PPO and GRPO, the first four in GSPO; and the losses."""
-    cells = numbers("pushed by # in PPO and # in GRPO. So the losses fall, to # and #.", SECOND)
-    cells += numbers("pushed by # each, and the loss is #.)", SECOND)
+    cells = numbers("pushed by # in PPO and by # in GRPO. The losses become # and #.", SECOND)
+    cells += numbers("each of its four tokens is pushed by #, and the loss becomes #.", SECOND)
     for script, cell, printed, changed in [(ppo, 0, 2, [[0, 0]]), (grpo, 1, 3, [[0, 0]]),
                                            (gspo, 4, 5, [[0, t] for t in range(4)])]:
         (before, _), (after, loss) = pushes(script), pushes(script, eps_high=0.3)
@@ -106,11 +122,15 @@ def test_what_a_baseline_does_to_the_mean():
         adv = (1 - b) * tensor64([[0.3], [0.7]]) * weight
         loss, _ = ppo.policy_loss(logp, logp.detach(), adv, mask, settings(ppo))
         return torch.autograd.grad(-loss, z, retain_graph=True)[0]
-    slope, none = numbers(".3 × .7 A + .7 × (-.3) A/2 = # A, where A = 1 - b: # only with b = 1.")
-    torch.testing.assert_close(gradient(0.5), tensor64([[float(slope)]]) / 2)
-    same([slope, none], map(gradient, (0, 1)))
-    printed = numbers("without 1/|o| the mean gradient is .3 × .7 A + .7 × (-.3) A = #.") * 3
-    same(printed, [gradient(b, mask.sum(1, keepdim=True)) for b in (0, 0.5, 1)])
+    rows = table(README, "| answer | probability |")
+    slopes = [torch.autograd.grad(logp[i].sum(), z, retain_graph=True)[0] for i in (0, 1)]
+    for i, (row, n) in enumerate(zip(rows, (1, 2), strict=True)):
+        p, part = logp[i].sum().exp(), logp[i].sum().exp() * slopes[i]
+        same([row[1], row[2], *(cell.removesuffix(" A") for cell in row[3:])], [p, slopes[i], part, part / n])
+    with_it, = numbers("With 1/|o| they add up to # A, which is 0 only if b = 1.")
+    same([with_it, with_it, "0"], [gradient(0), 2 * gradient(0.5), gradient(1)])
+    for b in (0, 0.5, 1):  # "Without 1/|o| the parts add up to 0 for every baseline."
+        assert abs(gradient(b, mask.sum(1, keepdim=True))) < 1e-12
 
 def test_k3_of_three_tokens():
     for printed, x in zip(numbers("#, # and # for x = 2, 1/2 and 1."), (2, 0.5, 1)):
@@ -119,7 +139,7 @@ def test_k3_of_three_tokens():
 
 def test_the_clip_table():
     ratio = tensor64([0.5, 0.9, 1, 1.1, 1.5])[:, None]
-    for row, A in zip(table(README, "| ratio | .5 |"), (1, -1), strict=True):
+    for row, A in zip(table(README, "| ratio w | .5 |"), (1, -1), strict=True):
         x = ratio.log().requires_grad_()
         loss, _ = ppo.policy_loss(x, 0 * ratio, 0 * ratio + A, 0 * ratio + 1, settings(ppo))
         same(row[1:], -torch.autograd.grad(loss, x)[0])
@@ -146,21 +166,65 @@ def test_kl_estimators():
     penalty, k1 = ppo.token_rewards(0 * z.detach(), old, ref, ones, 1), logp - ref
     means = [mean(ppo, penalty), (old.exp() * k1).sum(), (old.exp() * k1 ** 2 / 2).sum(),
              *(mean(grpo, ref, 0 * ones, beta=1.0, kl=kl) for kl in ("k3", "wk3"))]
-    for row, value in zip(table(SECOND, "| estimator |"), means, strict=True):
+    for row, value in zip(table(SECOND, "| estimate |"), means, strict=True):
         same([row[1], *row[2].split(",")], [value, *torch.autograd.grad(value, z, retain_graph=True)[0]])
 
 def test_the_memory_of_real_models():
-    """Of Qwen2.5-0.5B and 1.5B, by their shapes: 16 bytes a trained parameter, 4 one of the reference."""
-    sizes = []
-    for hidden, layers, inner, heads in [(896, 24, 4864, 14), (1536, 28, 8960, 12)]:
+    """Of Qwen2.5-0.5B, 1.5B and 7B, by their shapes: 16 bytes a trained parameter, 4 one of the reference."""
+    sizes, bytes = [], [int(row[-1]) for row in table(SECOND, "| | weights | gradients |")]
+    shapes = [(896, 24, 4864, 14, 2, 151936), (1536, 28, 8960, 12, 2, 151936),
+              (3584, 28, 18944, 28, 4, 152064)]
+    for hidden, layers, inner, heads, kv_heads, vocabulary in shapes:
         config = transformers.Qwen2Config(
-            vocab_size=151936, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner,
-            num_attention_heads=heads, num_key_value_heads=2, tie_word_embeddings=True)
+            vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=hidden < 3584)
         with torch.device("meta"):
             sizes.append(transformers.Qwen2ForCausalLM(config).num_parameters() / 1e9)
-    printed = numbers("#, # and # GB for 0.5B, #, # and # GB for 1.5B")
-    same(printed, [bytes * size for size in sizes for bytes in (16, 20, 36)])
-    same([row[2].split()[1] for row in table(README, "| on |")[-2:]], [20 * size for size in sizes])
+    assert bytes == [16, 20, 36]
+    for row, size in zip(table(SECOND, "| model | parameters, billions |"), sizes, strict=True):
+        same(row[1:], [size, *(size * per_parameter for per_parameter in bytes)])
+    same([row[2].split()[1] for row in table(README, "| where |")[-2:]], [20 * size for size in sizes[:2]])
+
+# ---- Symbols and logged numbers ----
+
+def test_the_table_of_symbols():
+    """Names are in the scripts, and what a rollout holds has the printed shape: of N rows, T columns."""
+    sources = "".join((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in ("grpo", "gspo", "ppo"))
+    rows = table(README.replace("\\|", ""), "| paper | code |")
+    assert all(re.search(rf"\b{name}\b", sources) for row in rows for name in re.findall(r"\w+", row[1]))
+    for script, count in [(grpo, 7), (gspo, 7), (ppo, 9)]:  # PPO has values and returns, too
+        rollout = Trainer(script, beta=0.1).rollout
+        lengths = dict(zip("NTL", (*rollout["mask"].shape, rollout["ids"].shape[1])))
+        for _, names, shapes, _ in rows:
+            own, _, of_ppo = shapes.partition(", in PPO ")
+            for name in rollout.keys() & set(re.findall(r"\w+", names)):
+                assert rollout[name].shape == eval(of_ppo if of_ppo and script is ppo else own, lengths), name
+                count -= 1
+        assert count == 0
+
+def test_the_ranges_of_the_logged_numbers():
+    """ "a to b" are means of the first and last step over five seeds, "below c" all steps of all runs."""
+    logged = collections.defaultdict(list)
+    with (ROOT / "tests" / "results" / "toy.csv").open() as file:
+        for row in csv.DictReader(file):
+            for name in row.keys() - {"run", "seed", "step"}:
+                if row[name]:
+                    logged[row["run"], name].append((int(row["step"]), float(row[name])))
+    checked = 0
+    for name, _, *cells, _ in table(README, "| number |"):
+        for script, cell in zip(("grpo", "gspo", "ppo"), cells, strict=True):
+            found = sorted(logged[script, name.strip("`")])
+            first, last = found[:5], found[-5:]
+            if " to " in cell and " in " not in cell:
+                same(cell.split(" to "), [sum(x for _, x in part) / 5 for part in (first, last)])
+            elif cell.startswith("below "):
+                assert max(x for _, x in found) < float(cell.removeprefix("below "))
+            elif cell.startswith("none"):
+                assert not found
+            else:
+                continue
+            checked += 1
+    assert checked > 30
 
 # ---- Names, commands, examples ----
 
@@ -195,7 +259,7 @@ def test_what_is_explained_is_logged():
     assert all(f'"{name}"' in sources for row in table(README, "| number |")
                for name in re.findall(r"`(\w+)`", row[0]))
 
-def test_rewards_of_the_readme(tmp_path, monkeypatch):
+def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     """math_verify is a stand-in: it is not required. The reward model is a tiny one with a chat template."""
     torch.manual_seed(0)
     config = tiny_config("qwen3", 104, num_labels=1, initializer_range=0.5, num_hidden_layers=1)
@@ -204,8 +268,10 @@ def test_rewards_of_the_readme(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     stand_in = types.SimpleNamespace(parse=lambda text: text.split("boxed")[-1], verify=str.__eq__)
     monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    code = re.search(r"```python\n(.*?)```", README, re.S)[1]
-    exec(code.replace("path/or/hub-name", str(tmp_path)), names := {})
+    names = {}
+    for text in (README, FORKS):
+        code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+        exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     problems = [{"question": "2 + 3?", "answer": "5"}, {"question": "1 + 1?", "answer": r"so \boxed{2}"}]
     texts = [r"It is \boxed{5}", r"\boxed{3}, I think"]
     assert names["math_verified"](problems, texts) == [1, 0]
@@ -218,7 +284,9 @@ def test_rewards_of_the_readme(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(10))
 def test_a_fault_is_seen_by_the_test_of_its_answer(i, tmp_path):
-    fault, answer = table(README, "| | in | instead of |")[i], table(SECOND, "| | what goes wrong |")[i]
+    faults = [row for text in (README, SECOND) for row in table(text, "| | in | instead of |")]
+    fault, answer = faults[i], table(SECOND, "| | what goes wrong |")[i]
+    assert int(fault[0]) == int(answer[0]) == i + 1
     path, sound, faulty, test = (cell.strip("`") for cell in (*fault[1:], answer[2]))
     ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "results", "forks")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)

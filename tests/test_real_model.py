@@ -19,7 +19,7 @@ def load(dtype):
                     max_new_tokens=12, system_prompt="", max_prompt_tokens=100)
     policy, tokenizer = common.load_policy(args)
     chats = [common.read_chat({"question": question}, args) for question in QUESTIONS]
-    prompts = [common.prompt_ids(chat, tokenizer, args) for chat in chats]
+    prompts = list(common.prompts_of(chats, tokenizer, args))
     torch.manual_seed(0)
     rollout = common.generate(policy, tokenizer, prompts, 2, 1.0, args)
     rollout["rewards"] = torch.zeros(8)

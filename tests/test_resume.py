@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -106,6 +107,13 @@ def test_a_process_killed_at_random_moments_loses_at_most_save_every_steps_and_e
     train(ppo, f"{flags} --steps {total}", out="whole")
     same_runs("part", "whole")
 
+@pytest.fixture(autouse=True)
+def sigint():
+    """Ctrl-C works here as in a terminal. A shell starts a job in the background so that it ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 class Killed(BaseException):
     """Raised inside a run where a kill might come."""
 
@@ -183,9 +191,18 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(script, where, spread, monkey
     resume(script, "part")
     same_runs("whole", "part")
 
+def test_ctrl_c_before_there_is_a_run_to_resume_does_not_advise_to(monkeypatch, capsys):
+    """The same command then begins anew."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(common, "load_problems", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        train(grpo, QUICK)
+    said = capsys.readouterr().err
+    assert "interrupted" in said and "--out run" in said and "--resume" not in said
+    assert len(train(grpo, QUICK)) == 2
+
 # ---- Whose --out it is, what cannot be resumed ---------------------------------------------------
 
-def test_a_run_is_continued_by_one_process_at_a_time(capsys):
+def test_a_run_is_continued_by_one_process_at_a_time(monkeypatch, capsys):
     """By another one only when the first has ended, however it ended."""
     train(grpo, QUICK)
     before, other = files("run"), subprocess.Popen(
@@ -197,7 +214,15 @@ def test_a_run_is_continued_by_one_process_at_a_time(capsys):
     assert files("run") == before
     other.kill()
     other.wait()
-    assert len(resume(grpo, "run", "--steps 2")) == 3
+    real, held = grpo.update, []
+
+    def update(*args):
+        with pytest.raises(filelock.Timeout):  # by this run, as long as it runs
+            filelock.FileLock("run/.lock", timeout=0, is_singleton=False).acquire()
+        held.append(True)
+        return real(*args)
+    monkeypatch.setattr(grpo, "update", update)
+    assert len(resume(grpo, "run", "--steps 2")) == 3 and held == [True]
 
 def test_another_script_or_no_run_is_refused_and_another_spelling_of_a_path_is_not(spread, capsys):
     train(grpo, STEADY)
@@ -208,8 +233,10 @@ def test_another_script_or_no_run_is_refused_and_another_spelling_of_a_path_is_n
     for flags in ("--lr 0", "--nope", "--model gone"):
         with refused(capsys, flags.split()[0]):
             resume(grpo, "run", flags)
-    Path("bare").mkdir()
-    for out in ("gone", "bare", "data.jsonl"):
+    for name, held in (("bare", None), ("list", "[1]"), ("empty", "{}"), ("half", '{"script": "gr')):
+        Path(name).mkdir()
+        held is None or Path(name, "args.json").write_text(held)
+    for out in ("gone", "bare", "list", "empty", "half", "data.jsonl"):
         with refused(capsys, "--resume", f"--out {out}"):
             grpo.parse_args(["--resume", "--out", out])
     assert files("run") == before

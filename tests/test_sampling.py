@@ -7,9 +7,11 @@ import statistics
 
 import pytest
 import torch
+import transformers
 from conftest import make_batch, refused, save_tiny, settings, spy, tiny_model, tiny_tokenizer
 from test_logprobs import full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 import common
 import grpo
@@ -142,6 +144,32 @@ def test_draw_never_takes_what_has_no_chance():
             patch.setattr(torch, "rand", lambda *shape, device: torch.full(shape, u))
             token, logp = common.draw(logits, 0.7)
         assert token.tolist() == [expected] * 4 and logp.tolist() == pytest.approx([math.log(0.5)] * 4)
+
+def test_draw_of_probabilities_that_do_not_add_up_to_one(monkeypatch):
+    """A u above their sum would be an id beyond the last. The sums are in float64: in float32 those of a GPU,
+    which adds in parallel, might decrease."""
+    torch.manual_seed(1)
+    logits = torch.randn(64, 1000) * 3
+    assert 5 < (logits.log_softmax(-1).exp().sum(-1, dtype=torch.float64) < 1).sum() < 60
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.zeros(shape))  # u = 1
+    real, seen = torch.searchsorted, []
+    monkeypatch.setattr(torch, "searchsorted", lambda *given: seen.append(given) or real(*given))
+    token, _ = common.draw(logits, 1.0)
+    assert token.max() < 1000 and {x.dtype for x in seen[0]} == {torch.float64}
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_a_few_rows_at_a_time_draw_the_same(temperature, monkeypatch):
+    """What draw makes of the logits of 4,096 rows and 150,000 ids would take 14 GB."""
+    rollouts, model = [], tiny_model()
+    calls = spy(monkeypatch, common, "draw")
+    for rows in (1000, 3):
+        monkeypatch.setattr(common, "CHUNK", rows * 64 + 5)
+        calls.clear()
+        torch.manual_seed(0)
+        rollouts.append(generate(model, PROMPTS, 2, 9, temperature))
+        assert max(len(call.logits) for call in calls) == min(rows, 16)
+    for name in ("ids", "mask", "sampled_logp"):
+        torch.testing.assert_close(rollouts[0][name], rollouts[1][name])
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @torch.no_grad()
@@ -291,17 +319,62 @@ def test_evaluate_counts_every_problem_once(monkeypatch, n, rows, column):
     assert {c.temperature for c in calls} == ({0.0, 0.6} if column else {0.6})
     assert all(len(c.prompts) * c.group_size <= max(rows, c.group_size) for c in calls)
 
+def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
+    """Two draw with the same numbers, so that they differ by the model alone; two batches of one do not. The
+    length is that of the samples, not of the greedy completions."""
+    model, args = tiny_model(), settings(grpo, prompts=2, group_size=1, eval_samples=2, max_new_tokens=9)
+    model.generation_config.eos_token_id = list(range(0, 64, 5))
+    problems, calls = [{"prompt": [5, 6]}] * 4, spy(monkeypatch, common, "generate")
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(common.evaluate(
+            model, tiny_tokenizer(), problems, lambda problems, texts: [len(text) for text in texts], args))
+    drawn = [call.result["texts"] for call in calls if call.temperature > 0]
+    assert results[0] == results[1] and drawn[:4] == drawn[4:] and len({*map(tuple, drawn[:4])}) == 4
+    greedy, sampled = ([x for call in calls if (call.temperature > 0) == warm
+                        for x in call.result["mask"].sum(1).tolist()] for warm in (False, True))
+    assert results[0]["eval_completion_length"] == pytest.approx(statistics.fmean(sampled))
+    assert statistics.fmean(sampled) != statistics.fmean(greedy)
+
 # --- the check of a model
 
-def test_the_check_sees_a_difference_of_the_sampler_and_of_the_training_pass(tmp_path, monkeypatch, capsys):
+def test_the_check_sees_a_difference_of_the_training_pass(tmp_path, monkeypatch, capsys):
     """Of 1 % of the log-probs. It names --model in one line, and leaves a good model in training mode."""
-    args = settings(grpo, model=save_tiny(tmp_path))
+    args, real = settings(grpo, model=save_tiny(tmp_path)), common.token_logprobs
     assert common.load_policy(args)[0].training
-    for name, words in [("draw", "sampler are off"), ("token_logprobs", "training pass are off")]:
-        with monkeypatch.context() as patch:
-            real = getattr(common, name)
-            off = (lambda *given: 1.01 * real(*given)) if name != "draw" else (
-                lambda *given: (real(*given)[0], 1.01 * real(*given)[1]))
-            patch.setattr(common, name, off)
-            with refused(capsys, "--model", "Qwen2ForCausalLM is not supported", words):
-                common.load_policy(args)
+    monkeypatch.setattr(common, "token_logprobs", lambda *given: 1.01 * real(*given))
+    with refused(capsys, "--model", "Qwen2ForCausalLM is not supported", "training pass are off"):
+        common.load_policy(args)
+
+FAULTS = {  # what shows them: (a class, a forward pass that is wrong there, whose log-probs are off)
+    "a shorter prompt": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                         real(self, ids, torch.ones_like(attention), positions)),
+    "a long prompt": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                      real(self, ids, attention, positions.clamp(max=20))),
+    "a second token": (common.CachedModel, "sampler", lambda real: lambda self, ids, attention, positions:
+                       real(self, ids, attention, positions + (ids.shape[1] == 1))),
+    "training mode": (Qwen2MLP, "training pass", lambda real: lambda self, x:
+                      real(self, x) + 0.1 * self.training * torch.randn_like(x))}
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_the_check_looks_at_all_that_may_go_wrong(what, tmp_path, monkeypatch, capsys):
+    owner, where, fault = FAULTS[what]
+    args = settings(grpo, model=save_tiny(tmp_path))
+    monkeypatch.setattr(owner, "forward", fault(owner.forward))
+    with refused(capsys, "--model", f"log-probs of the {where} are off"):
+        common.load_policy(args)
+
+def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(tmp_path, monkeypatch, capsys):
+    """One line says so; the run goes on, and a resumed one does not try again."""
+    def fail():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    args = settings(grpo, model=save_tiny(tmp_path))
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "device", Device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fail)
+    common.load_policy(args)
+    assert args.cuda_graphs is False and capsys.readouterr().out.count("warning: CUDA graphs") == 1
+    monkeypatch.setattr(common, "check_model", lambda *_: fail())  # it is not the graphs
+    with refused(capsys, "Qwen2ForCausalLM is not supported", "capturing"):
+        common.load_policy(args)

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, settings, spy, sums, write_jsonl
 from transformers import AutoTokenizer
 
 import common
+import grpo
 
 TOY = ROOT / "tests" / "toy"
 SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
@@ -54,6 +55,17 @@ def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
     offsets = {int(text[5:]) - value(question[:-2]) for question, text in pairs if "\n" not in text}
     assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
     assert sum(worked) == 20 * make.WORKED and len(pairs) - sum(worked) == 20 * make.GUESSED
+
+def test_sft_teaches_to_stop(here, monkeypatch):
+    """Every completion ends with the end of sequence: the model that RL starts from would never end one."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "results")
+    import sft
+    calls, rows = spy(monkeypatch, sft, "train"), sums(6)
+    write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in rows])
+    sft.main(settings(grpo, model="model", dataset="warmup.jsonl", prompts=2, out="sft", warmup_steps=0))
+    tokenizer = AutoTokenizer.from_pretrained("sft")
+    learnt = [ids for _, completions in calls[0].batches for ids in completions]
+    assert sorted(map(tokenizer.decode, learnt)) == sorted(row["answer"] + "<eos>" for row in rows)
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):

@@ -55,7 +55,7 @@ def control(model, problems, out, steps):
     trainer.save_model(f"{out}/step-{steps}")
     trainer.processing_class.save_pretrained(f"{out}/step-{steps}")
 
-def race(bench, ours):
+def race(bench, ours, rewards):
     """A rollout and its optimiser steps in TRL with bench's model, prompts, group, limit, minibatches and KL
     term, and after each a step of ours. Seconds of ours, median ratio, mean length."""
     (P, G, _, T), args, rollouts, runs, lengths = bench.work.values(), bench.args, bench.pairs + 1, [], []
@@ -74,7 +74,7 @@ def race(bench, ours):
 
     def score(completions, completion_ids, **_):
         lengths.extend(map(len, completion_ids))
-        return [float(len(ids) % 2) for ids in completion_ids]
+        return rewards
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(None):
         bench.model.save_pretrained(out)  # it loads the model itself, and the reference, as for its users
         bench.tokenizer.save_pretrained(out)

@@ -1,15 +1,18 @@
 """The word problems of README.md, from a clone of github.com/arkilpatel/SVAMP (MIT licence).
 
-    git clone https://github.com/arkilpatel/SVAMP
-    python tests/results/real/make_problems.py SVAMP runs/data
+    git clone --depth 1 https://github.com/arkilpatel/SVAMP runs/SVAMP
+    python tests/results/real/make_problems.py runs/SVAMP runs/data
 
 Writes into the second directory, each row with "question", "answer" and "solution", such as
 "27 * 16 = 432\\n#### 432":
     warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/results/sft.py
     problems/test.jsonl   400 others of them, held out
-    problems/train.jsonl  the rest, 924, for RL
+    problems/train.jsonl  the rest, 748, for RL
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for
                           the 238 that take two operations
+
+MAWPS and ASDiv-A hold many problems twice, with a comma or a capital letter more. No question is in two of the
+files, nor twice in one of them, where only letters and digits are compared.
 """
 import csv
 import json
@@ -60,6 +63,25 @@ def solved_problems(path):
     return rows
 
 
+def key(row):
+    """The letters and digits of a question: the same for 'Tom has 2, Ann 3.' and 'tom has 2 Ann 3'."""
+    return re.sub(r"[^a-z0-9]", "", row["question"].lower())
+
+
+def svamp_problems(path):
+    """SVAMP's problems, with a solution where one operation solves them."""
+    rows = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        question = f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$")
+        answer, solution = number(row["Answer"]), ""
+        one_operation = re.fullmatch(r"\( (\S+) (\S) (\S+) \)", row["Equation"].strip())
+        if one_operation:
+            a, operation, b = one_operation.groups()
+            solution = f"{number(a)} {operation} {number(b)} = {answer}\n#### {answer}"
+        rows.append({"question": question, "answer": answer, "solution": solution})
+    return rows
+
+
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -69,22 +91,14 @@ def write(path, rows):
 if __name__ == "__main__":
     clone, out = map(Path, sys.argv[1:])
     solved = solved_problems(clone / "data" / "mawps-asdiv-a_svamp" / "train.csv")
+    svamp = svamp_problems(clone / "SVAMP.json")
     random.Random(0).shuffle(solved)
     unique = {}
     for row in solved:
-        unique.setdefault(row["question"], row)
-    solved = list(unique.values())
+        unique.setdefault(key(row), row)
+    exam = set(map(key, svamp))
+    solved = [row for name, row in unique.items() if name not in exam]
     write(out / "warmup.jsonl", solved[:600])
     write(out / "problems" / "test.jsonl", solved[600:1000])
     write(out / "problems" / "train.jsonl", solved[1000:])
-    svamp = json.loads((clone / "SVAMP.json").read_text(encoding="utf-8"))
-    exam = []
-    for row in svamp:
-        question = f"{row['Body'].rstrip('. ')}. {row['Question']}".replace("$ ", "$")
-        answer, solution = number(row["Answer"]), ""
-        one_operation = re.fullmatch(r"\( (\S+) (\S) (\S+) \)", row["Equation"].strip())
-        if one_operation:
-            a, operation, b = one_operation.groups()
-            solution = f"{number(a)} {operation} {number(b)} = {answer}\n#### {answer}"
-        exam.append({"question": question, "answer": answer, "solution": solution})
-    write(out / "svamp.jsonl", exam)
+    write(out / "svamp.jsonl", svamp)
