@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Recorder, by_text, make_batch, newest, random_batch, settings, slopes, tensor64,
-                      tiny_model, train)
+from conftest import (ROOT, Recorder, by_text, make_batch, newest, random_batch, refused, same, settings,
+                      slopes, tensor64, tiny_model, train)
 from safetensors.torch import load_file
 
 import common
@@ -29,7 +29,7 @@ import common
 pytestmark = pytest.mark.slow
 PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
-OPTIONS = {"entropy": {"entropy_coef": 0.05}}
+OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
 def make_copy(name):
@@ -40,7 +40,7 @@ def make_copy(name):
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """Name of a patch -> the patched grpo.py as a module."""
+    """Name of a patch -> the patched grpo.py as a module. few.json has problems of the toy."""
     def load(name):
         make_copy(name)
         spec = importlib.util.spec_from_file_location(f"fork_{name}", f"{name}.py")
@@ -48,6 +48,8 @@ def fork(tmp_path, monkeypatch):
         spec.loader.exec_module(module)
         return module
     monkeypatch.chdir(tmp_path)
+    with (ROOT / "tests" / "toy" / "train.jsonl").open() as file:
+        Path("few.json").write_text("".join(itertools.islice(file, 1500)))
     return load
 
 def surrogate(w, A, low, high):
@@ -144,9 +146,9 @@ def test_advantages_of_one_right_completion_in_a_group(name, expected, fork):
     assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx(expected)
     assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
 
-def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
+def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **flags):
     """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
-    and, if there is one, of the reference."""
+    and, if there is one, of the reference; `state` is what a fork keeps from step to step."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
     rollout = {"ids": mask, "mask": mask, "sampled_logp": mask, "texts": texts}
@@ -154,9 +156,10 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), **flags):
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
     logprobs = lambda _, model, *__: mask if model is None else mask * model  # noqa: E731
     monkeypatch.setattr(common, "micro_batched", logprobs)
-    problems = [{"prompt": [3]}] * (len(lengths) // flags["group_size"])
+    problems = [{"prompt": [i]} for i in range(len(lengths) // flags["group_size"])]
     policy, reference = (*logps, None)[:2]
-    return module.collect(policy, reference, None, problems, lambda *_: rewards, settings(module, **flags))
+    args = settings(module, **flags)
+    return module.collect(policy, reference, *state, None, problems, lambda *_: rewards, args)
 
 def test_dapo_punishes_length(fork, monkeypatch):
     """The paper's penalty at 20,480 tokens with a margin of 4,096: 0 up to 16,384, -1 at 20,480."""
@@ -203,12 +206,87 @@ def test_format_reward(fork, monkeypatch):
 def test_a_fork_runs_and_learns_the_toy(name, fork):
     """In four steps, from half of the answers right to over 70 %."""
     module = fork(name)
-    with (ROOT / "tests" / "toy" / "train.jsonl").open() as file:
-        Path("few.json").write_text("".join(itertools.islice(file, 1500)))
     flags = "".join(f" --{flag} {value}" for flag, value in OPTIONS.get(name, {}).items())
     start, first, *_, last = train(module, LEARNS + flags)
     assert (start["step"], first["step"], last["step"]) == (0, 1, 4)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
+
+@pytest.mark.parametrize("icepop", [False, True])
+def test_tis_weighs_tokens_by_trainer_over_sampler(icepop, fork, monkeypatch):
+    """The sampler's log-probs are 1 in this stand-in; 0 on padding. Where the weight is 1 it is GRPO."""
+    logs = [math.log(m) for m in (1, 0.4, 1.5, 1.9, 2.1)]
+    logp = torch.tensor([[1 + x for x in logs], [1.0] * 5])
+    given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
+    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0], [5, 3], **given)
+    A = 0.5 / (math.sqrt(0.5) + 1e-4)
+    m = [1, 0 if icepop else 0.4, 1.5, 1.9, 0 if icepop else 2]
+    torch.testing.assert_close(rollout["adv"], A * torch.tensor([m, [-1.0] * 5]))
+    assert stats["outside"] == pytest.approx((2 if icepop else 1) / 8)
+
+def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
+    """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. A new
+    question has the rate of all, which have seen every reward in turn."""
+    module, given = fork("spo"), {"group_size": 1, "beta": 0.0, "rho": 0.9}
+    tracker = module.Tracker()
+    for rewards, rates in (([1, 0, 0.5], [0.5] * 3), ([1, 1, 0], [1.45 / 1.9, 0.45 / 1.9, 0.5])):
+        rollout, _ = collected(module, monkeypatch, rewards, [2, 3, 1], state=[tracker], **given)
+        d = [r - rate for r, rate in zip(rewards, rates)]
+        A = [(x - statistics.mean(d)) / (statistics.stdev(d) + 1e-4) for x in d]
+        assert rollout["adv"][:, 0].tolist() == pytest.approx(A)
+    a, b = 0.5, 0.5
+    for r in (1, 0, 0.5, 1, 1, 0):
+        a, b = 0.99 * a + r, 0.99 * b + 1 - r
+    assert tracker.rate((5,)) == pytest.approx(a / (a + b))
+
+def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path, capsys):
+    """For W + s B A the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
+    module, batch = fork("lora"), random_batch(6)
+    args = settings(module, lora_rank=3)
+    for args.dtype in ("float32", "bfloat16"):
+        base, policy = tiny_model(), tiny_model()
+        module.add_adapters(policy, args)
+        logp = common.token_logprobs(policy, batch, args)
+        assert torch.equal(logp, common.token_logprobs(base, batch, args))
+    args.dtype = "float32"
+    base, policy, merged = (tiny_model(dtype=torch.float64) for _ in range(3))
+    module.add_adapters(policy, args)
+    adapters = [p for p in policy.double().parameters() if p.requires_grad]
+    for p in adapters:
+        p.data += 0.1 * torch.randn_like(p)
+    merged.load_state_dict(policy.state_dict())  # its keys are those of a plain model
+    one, other = (common.token_logprobs(model, batch, args) for model in (policy, merged))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    (one + other).sum().backward()
+    layers = [[layer for layer in model.base_model.modules() if isinstance(layer, torch.nn.Linear)]
+              for model in (policy, merged)]
+    assert len(adapters) == 2 * 14
+    for layer, plain in zip(*layers, strict=True):
+        G, s = plain.weight.grad, 32 / 3
+        torch.testing.assert_close(layer.A.grad, s * layer.B.T @ G, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.B.grad, s * G @ layer.A.T, rtol=1e-5, atol=1e-5)
+        assert layer.weight.grad is None
+    module.LoRA.on = False
+    off = common.token_logprobs(policy, batch, args)
+    assert torch.equal(off, common.token_logprobs(base, batch, args)) and not torch.equal(off, one)
+    policy.float().save_pretrained(tmp_path / "saved")
+    loaded, found = type(policy).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(found.values())
+    torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
+    with refused(capsys, "--model", "torch.nn.Linear"):
+        module.add_adapters(tiny_model("gpt2"), args)
+
+@pytest.mark.parametrize("name, dtype", [("lora", "float32"), ("lora", "bfloat16"), ("spo", "float32")])
+def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
+    """Weights, Adam's moments, adapters or tracker. The 20 questions come again from the third step on."""
+    module = fork(name)
+    Path("again.json").write_text("".join(Path("few.json").read_text().splitlines(True)[:20]))
+    flags = f"--dataset again.json --prompts 8 --dtype {dtype} --gradient_checkpointing --eval_problems 1"
+    train(module, f"{flags} --steps 4", out="whole")
+    train(module, f"{flags} --steps 2", out="cut")
+    train(module, "--resume --steps 4", out="cut")
+    one, other = ((torch.load(newest(out) / "optimizer.pt"), load_file(newest(out) / "model.safetensors"))
+                  for out in ("whole", "cut"))
+    assert same(one, other) and not same(one[1], load_file(ROOT / "tests" / "toy" / "model.safetensors"))
 
 def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
     """As copies beside common.py: README promises that `pytest` tests a copy. The toy is learnt below."""
@@ -224,12 +302,12 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_is_small_and_says_what_it_is(name, fork):
-    """At most 30 changed lines, 40 for DAPO and REINFORCE++; its docstring opens with its name."""
+    """At most 30 changed lines, more for a fork that adds a class or two parts; its docstring names it."""
     changed = [line for line in PATCHES[name].read_text().splitlines()[2:] if line[0] in "+-"]
-    assert 0 < len(changed) <= (40 if name in ("dapo", "reinforce_pp") else 30)
-    titles = {"dr_grpo": "Dr. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO with a second",
-              "entropy": "GRPO with an entropy"}
-    assert fork(name).__doc__.startswith(titles.get(name, f"{name.upper()}: "))
+    assert 0 < len(changed) <= {"dapo": 40, "reinforce_pp": 40, "lora": 75, "spo": 75}.get(name, 30)
+    titles = {"dr_grpo": "DR. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO WITH A SECOND",
+              "entropy": "GRPO WITH AN ENTROPY"}
+    assert fork(name).__doc__.upper().startswith(titles.get(name, f"{name.upper()}: "))
 
 def test_the_readme_names_every_fork_and_shows_one():
     """All forks by name, and the two lines of code that RLOO changes as they stand in its patch."""
