@@ -455,10 +455,10 @@ def or_fail(message):
 
 # ---- Models ----
 def load_policy(args, adapt=None):
-    """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
-    Lowers args.max_prompt_tokens to the room there is, and goes without CUDA graphs if need be.
-    `adapt` is a function (policy, args) that changes the model before it goes to the GPU."""
-    import transformers  # here, as it takes seconds: the flags are known to be good by now
+    """Load --model, without dropout, and its tokenizer. Stop if they do not fit the scripts, lower
+    args.max_prompt_tokens to the room there is, and set args.cuda_graphs to False if graphs fail.
+    `adapt`, a function (policy, args), may change the model before it goes to the GPU."""
+    import transformers  # takes seconds; the flags are known to be good by now
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     print(f"loading {args.model} and {args.dataset}")
@@ -477,11 +477,10 @@ def load_policy(args, adapt=None):
     unused = [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]]
     if unused:
         print("warning: --model has weights that are not used:", *map(str, unused[:3]))
-    config = policy.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
-    if positions <= args.max_new_tokens:
-        fail(f"--max_new_tokens {args.max_new_tokens}: --model has {positions} positions in all")
-    args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
+    room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if room <= args.max_new_tokens:
+        fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
+    args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
     switch_off_noise(policy)
@@ -558,8 +557,7 @@ def load_problems(args, tokenizer):
     # A random choice, the same with every --seed: twice as many as are asked, since some may be
     # left out, but not all of a large data set, which takes long to prepare.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
-    held_out = prepare(held_out, tokenizer, args, "hold out")
-    return train, held_out[:args.eval_problems]
+    return train, prepare(held_out, tokenizer, args, "hold out")[:args.eval_problems]
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""

@@ -47,7 +47,7 @@ def test_a_diff_of_two_scripts_shows_the_algorithm_and_little_else(one, other, c
     assert 0 < len(re.findall("^[<>]", done.stdout, re.M)) <= cap
 
 @pytest.mark.parametrize("name, cap", [
-    ("common.py", 980), ("grpo.py", 165), ("gspo.py", 180), ("ppo.py", 210), ("tests/*.py", 4800)])
+    ("common.py", 980), ("grpo.py", 165), ("gspo.py", 180), ("ppo.py", 210), ("tests/*.py", 5100)])
 def test_files_stay_short(name, cap):
     contents = [path.read_bytes() for path in ROOT.glob(name)]
     assert 0 < sum(content.count(b"\n") for content in contents) <= cap
