@@ -474,9 +474,8 @@ def load_policy(args, adapt=None):
     if found["missing_keys"]:  # transformers would give them random values
         fail(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
     # config.json may be that of another model, or an adapter may not be merged.
-    unused = [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]]
-    if unused:
-        print("warning: --model has weights that are not used:", *map(str, unused[:3]))
+    for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
+        print(f"warning: --model has weights that are not used: {name}")
     room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if room <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
