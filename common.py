@@ -456,10 +456,10 @@ def or_fail(message):
         fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
 # ---- Models ----
-def load_policy(args, adapt=None):
+def load_policy(args, adapt=lambda policy, args: None):
     """Load --model, its dropout set to 0, and its tokenizer; stop if they do not fit the scripts.
     Lowers args.max_prompt_tokens to the room there is, and goes without CUDA graphs if need be.
-    `adapt` is a function (policy, args) that changes the model before it goes to the GPU."""
+    A fork may give `adapt`, to change the model before it takes memory on the GPU."""
     import transformers  # here, as it takes seconds: the flags are known to be good by now
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -468,8 +468,7 @@ def load_policy(args, adapt=None):
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        if adapt:
-            adapt(policy, args)
+        adapt(policy, args)
         policy.to(args.device)
         if args.gradient_checkpointing:
             policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
