@@ -383,10 +383,9 @@ def rollout_stats(rollout, group_size):
     computed = rollout["has_gradient"]  # (N,) the others have no old_logp
     if computed.any():
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[computed]  # (n, T)
-        of_rows = difference.sum(1) / lengths[computed]
-        of_tokens = difference[mask[computed] > 0]
-        stats["sampling_logp_difference"] = of_tokens.square().mean().sqrt()
-        stats["sampling_sequence_difference"] = of_rows.square().mean().sqrt()
+        stats["sampling_logp_difference"] = difference[mask[computed] > 0].square().mean().sqrt()
+        difference = difference.sum(1) / lengths[computed]  # (n,)
+        stats["sampling_sequence_difference"] = difference.square().mean().sqrt()
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is; 0 outside the mask, as both log-probs are
@@ -415,8 +414,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
     if not args.answer_column:
         return result  # without gold answers there is no accuracy
     _, greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
-    result["eval_accuracy"] = greedy.mean().item()
-    result["eval_sampled_accuracy"] = right.mean().item()
+    result |= {"eval_accuracy": greedy.mean().item(), "eval_sampled_accuracy": right.mean().item()}
     for k in [2 ** i for i in range(1, n.bit_length())]:  # 2, 4, 8 ... up to n
         misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).int().tolist()]
         result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
@@ -478,13 +476,10 @@ def load_policy(args, adapt=lambda policy, args: None):
     unused = [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]]
     if unused:
         print("warning: --model has weights that are not used:", *map(str, unused[:3]))
-    if not stop_ids(policy, tokenizer):
-        fail(f"--model {args.model}: has no eos_token, so that no completion would ever end")
     config = policy.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if positions <= args.max_new_tokens:
-        fail(f"--max_new_tokens {args.max_new_tokens}: --model {args.model} has {positions} "
-             "positions, for the prompt and the completion together")
+        fail(f"--max_new_tokens {args.max_new_tokens}: --model has {positions} positions in all")
     args.max_prompt_tokens = min(args.max_prompt_tokens, positions - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
     print(*(f"{name}={value}" for name, value in vars(args).items()))
@@ -668,13 +663,10 @@ def rewards_of(reward, problems, rollout):
     if reward is answer_reward and problems[0]["answer"] == "":
         fail('--answer_column "": answer_reward needs the gold answers')
     problem_of_row = [p for p in problems for _ in range(len(texts) // len(problems))]
-    try:
-        rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
-    except SystemExit:  # of code that it runs, say; else the run would end without a word
-        fail("the reward function called sys.exit")
+    rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
     if len(rewards) != len(texts) or not rewards.isfinite().all():
-        fail(f"the reward function must return a finite number for each of {len(texts)} completions"
-             f"; it returned {len(rewards)}: {textwrap.shorten(str(rewards.tolist()), 200)}")
+        found = f"{len(rewards)}: {textwrap.shorten(str(rewards.tolist()), 200)}"
+        fail(f"the reward function must return {len(texts)} finite numbers; it returned {found}")
     return rewards.to(rollout["ids"].device)
 
 # ---- Grading ----
@@ -971,8 +963,7 @@ class Logger:
         self.bar.close()
         for stats in map(json.loads, self.path.read_text().splitlines()):
             if "eval_reward" in stats:
-                numbers = format_stats(stats, self.HELD_OUT)
-                print(f"held out after {stats['step']:3} steps  {numbers}")
+                print("held out after", stats["step"], "steps ", format_stats(stats, self.HELD_OUT))
         print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")
         print(f"metrics               {self.path}")
 

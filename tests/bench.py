@@ -223,7 +223,7 @@ def step(bench):
         took, ratio, ((parts, _), (plain, _)) = bench.race(ours, lambda: one_step(bench, bench.other))
         bench.report("step, plain: the other checkout", took, "s", None, ratio)
         for name, seconds in parts.items():
-            bench.report(f"step, {name}, plain: the other checkout", seconds, "s", None, plain[name] / seconds)
+            bench.report(f"step, {name}, plain: the other", seconds, "s", None, plain[name] / seconds)
     if TRL:
         from results.real.beside_trl import race
         took, ratio, length = race(bench, ours, rewards(bench))

@@ -293,11 +293,10 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
 
 @pytest.mark.parametrize("given, words", [
     (lambda n: [0.5] * (n - 1) + [float("nan")], "finite nan"), (lambda n: [1e39] * n, "finite inf"),
-    (lambda n: [1.0], "each of 2 returned 1: [1.0]"),
-    (lambda n: [1.0] * 4096, "each of 2 returned 4096: [...]"),
-    (lambda n: sys.exit(0), "sys.exit")])
+    (lambda n: [1.0], "2 finite returned 1: [1.0]"),
+    (lambda n: [1.0] * 4096, "2 finite returned 4096: [...]")])
 def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
-    """sys.exit(0) ended a run with status 0 and no word."""
+    """The numbers are shown, unless there are too many."""
     monkeypatch.setattr(common, "answer_reward", lambda problems, completions: given(len(completions)))
     with refused(capsys, "the reward function", *words.split()):
         train(grpo, TINY)

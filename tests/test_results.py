@@ -23,7 +23,8 @@ def test_a_question_in_another_spelling_is_the_same_question(tmp_path):
         table = csv.writer(file)
         table.writerow(["Question", "Numbers", "Equation", "Answer"])
         for i in range(1200):
-            for text in ("Tom has number0 pens , Ann number1 . All ?", "tom has number0 pens Ann number1 . all ?"):
+            for text in ("Tom has number0 pens , Ann number1 . All ?",
+                         "tom has number0 pens Ann number1 . all ?"):
                 table.writerow([text, f"{i}.0 2.0", "+ number0 number1", f"{i + 2}.0"])
     svamp = [{"Body": f"Tom has {i} pens, ann 2", "Question": "All?", "Equation": f"( {i}.0 + 2.0 )",
               "Answer": i + 2.0} for i in (3, 1199)]

@@ -324,7 +324,7 @@ def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
     length is that of the samples, not of the greedy completions."""
     model, args = tiny_model(), settings(grpo, prompts=2, group_size=1, eval_samples=2, max_new_tokens=9)
     model.generation_config.eos_token_id = list(range(0, 64, 5))
-    problems, calls = [{"prompt": [5, 6]}] * 4, spy(monkeypatch, common, "generate")
+    problems, calls = [{"prompt": [5, 6], "answer": "5"}] * 4, spy(monkeypatch, common, "generate")
     results = []
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -465,9 +465,9 @@ def train(mistake, seed, out, steps=None):
         policy, tokenizer = common.load_policy(args)
         with open(Path(common.TOY, "test.jsonl"), encoding="utf-8") as file:
             problems = common.prepare(list(map(json.loads, file))[:EXAM], tokenizer, args, "grade")
-        rewards, _ = common.sample_rewards(
+        _, right, _ = common.sample_rewards(
             policy, tokenizer, problems, common.answer_reward, 1, args.temperature, args)
-        row["accuracy"] = rewards.mean().item()
+        row["accuracy"] = right.mean().item()
     (out / "row.json").write_text(json.dumps(row))
 
 def quietly(function, out, *given):
