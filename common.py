@@ -454,10 +454,10 @@ def or_fail(message):
         fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
 # ---- Models ----
-def load_policy(args, adapt=None):
+def load_policy(args, adapt=lambda policy, args: None):
     """Load --model, without dropout, and its tokenizer. Stop if they do not fit the scripts, lower
     args.max_prompt_tokens to the room there is, and set args.cuda_graphs to False if graphs fail.
-    `adapt`, a function (policy, args), may change the model before it goes to the GPU."""
+    A fork may give `adapt`, which changes the model before it takes memory on the GPU."""
     import transformers  # takes seconds; the flags are known to be good by now
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -466,8 +466,7 @@ def load_policy(args, adapt=None):
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        if adapt:
-            adapt(policy, args)
+        adapt(policy, args)
         policy.to(args.device)
         if args.gradient_checkpointing:
             policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
