@@ -295,7 +295,7 @@ add(group, "gradients added up in bfloat16", "grpo",
 
 group = "Evaluation and statistics"
 add(group, "evaluated on what was trained on", "grpo",
-    ("common", "return train, held_out[:args.eval_problems]", "return train, train[:args.eval_problems]"),
+    ("common", "sample(held_out, len(held_out))", "sample(train, len(train))"),
     test="test_data.py::test_what_is_trained_on_is_never_held_out")
 add(group, "entropy averaged over the padding", "grpo",
     ("common", '-rollout["sampled_logp"].sum() / tokens', '-rollout["sampled_logp"].mean()'),
@@ -549,8 +549,7 @@ def measure(mistake, rows, sound, pooled):
     if rows[0]["error"]:
         return line
     found = [row["accuracy"] for row in rows]
-    line["accuracy"] = statistics.fmean(found)
-    line["deviation"] = statistics.stdev(found) if len(found) > 1 else math.nan
+    line |= {"accuracy": statistics.fmean(found), "deviation": statistics.stdev(found)}
     error = pooled * math.sqrt(1 / len(rows) + 1 / len(sound))  # if the mistake changed nothing
     difference = line["accuracy"] - line["sound"]
     line["differs"] = 0 if abs(difference) < 3 * error else int(math.copysign(1, difference))
@@ -589,9 +588,8 @@ MARK = "<!-- What follows is written by mistakes.py. -->\n"
 THREAD, LINK = r"([\w.-]+/([\w.-]+))#(\d+)", r"[\2 \3](https://github.com/\1/issues/\3)"
 
 def spread(mean, deviation):
-    """'.973 ± .004', or '.973, one seed'."""
-    texts = [f"{value:.3f}".removeprefix("0") for value in (mean, deviation)]
-    return f"{texts[0]}, one seed" if math.isnan(deviation) else " ± ".join(texts)
+    """'.973 ± .004'."""
+    return " ± ".join(f"{value:.3f}".removeprefix("0") for value in (mean, deviation))
 
 def code(text):
     """A piece of code in one cell of a table."""
@@ -624,21 +622,19 @@ def cells(mistake, line):
     yield code(mistake.test.partition("::")[2]) if mistake.test else ""
 
 def counts(table):
-    """How many mistakes were planted, and where they are seen; of those with all seeds or refused at load."""
+    """How many mistakes were planted, and where they are seen."""
     planted = [line for line in table if not line["choice"]]
-    done = [line for line in planted if line["refused"] or line["seeds"] == len(SEEDS)]
-    trained = [line for line in done if not line["refused"]]
+    trained = [line for line in planted if not line["refused"]]
     seen = [line for line in trained if line["signs"]]
     lower = [line for line in trained if line["differs"] < 0]
     other = [line for line in seen if line["differs"] >= 0]
-    return {"mistakes planted": len(planted),
-            "of these caught by a test": sum(line["red"] for line in planted),
-            f"of these refused at load or trained with {len(SEEDS)} seeds": len(done),
-            "refused at load, before the first step": len(done) - len(trained),
+    return {"planted": len(planted),
+            "refused at load, before the first step": len(planted) - len(trained),
             "accuracy lower than seeds explain": len(lower),
-            "accuracy not lower, but another number is out of range": len(other),
+            "accuracy not lower, but another number out of range": len(other),
             "neither": len(trained) - len(lower) - len(other),
-            "another number is out of range, whatever the accuracy": len(seen),
+            "caught by a test": sum(line["red"] for line in planted),
+            "another number out of range, whatever the accuracy": len(seen),
             "accuracy higher than seeds explain": sum(line["differs"] > 0 for line in trained)}
 
 def page(table):
