@@ -1,4 +1,4 @@
-"""The table of mistakes: each can be planted, what gives one away is found."""
+"""The table of mistakes: each can be planted, what gives one away is found, the page says what was found."""
 import ast
 import json
 import re
@@ -64,6 +64,13 @@ def test_a_difference_counts_beyond_three_standard_errors():
     for shift, differs in [(0.0225, 0), (0.0235, 1), (-0.0235, -1)]:
         sound = [{"metrics": run(1, 1), "accuracy": 0.5 - shift}] * 4
         assert table.measure(mistake, rows, sound, 0.01)["differs"] == differs
+
+def test_the_page_says_what_the_table_says():
+    lines = table.read_table(ROOT / "tests" / "results" / "mistakes.csv")
+    page = (ROOT / "tests" / "results" / "mistakes.md").read_text(encoding="utf-8")
+    assert page.partition(table.MARK)[2] == table.page(lines)
+    assert [line["name"] for line in lines] == [mistake.name for mistake in table.MISTAKES]
+    assert all(line["choice"] or line["red"] for line in lines) and {line["seeds"] for line in lines} == {3}
 
 def test_the_faults_of_the_exercise_are_among_them():
     pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "tests/results/README.md")]
