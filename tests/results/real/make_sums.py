@@ -2,7 +2,8 @@
 
     python tests/results/real/make_sums.py runs/sums
 
-Writes into the directory, each row with "question", "answer" and "solution", such as "42 + 17 = 59\\n#### 59":
+Writes into the directory, each row with "question", "answer" and "solution", such as
+"42 + 17 = 59\\n#### 59":
     warmup.jsonl          112 problems, for tests/results/sft.py
     problems/test.jsonl   2,000 others, held out
     problems/train.jsonl  10,000 others, for RL
@@ -15,8 +16,8 @@ from pathlib import Path
 
 from make_problems import write
 
-ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen""".split()
+ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
