@@ -11,8 +11,8 @@ Writes into the second directory, each row with "question", "answer" and "soluti
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for
                           the 238 that take two operations
 
-MAWPS and ASDiv-A hold many problems twice, with a comma or a capital letter more. No question is in two of the
-files, nor twice in one of them, where only letters and digits are compared.
+MAWPS and ASDiv-A hold many problems twice, with a comma or a capital letter more. No question is in two of
+the files, nor twice in one of them, where only letters and digits are compared.
 """
 import csv
 import json
