@@ -18,8 +18,8 @@ A rollout is a dict with one row per completion:
     sampled_logp  (N, T)  log pi of each token, as the sampler computed it
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
-    has_gradient  (N,)    True; a script sets it to False where the gradient of a row is exactly 0.
-                          micro_batches leaves such rows out, so their old_logp stays 0
+    has_gradient  (N,)    False where a script finds that the gradient of a row is exactly 0, else
+                          True. micro_batches leaves such rows out: their log-probs below stay 0
     texts         a list of N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
@@ -117,10 +117,10 @@ def head_logits(model, hidden):
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
-    """Cut a rollout into `count` parts of about equal size, in whole groups: an optimiser step then
-    has the good and the bad completions of a question, whose advantages add up to 0. The texts,
-    which are no tensor, are left out. The parts are the same in every epoch, and those in which
-    micro_batched computed old_logp. (Huang et al. 2024 shuffle the rows anew in every epoch.)"""
+    """Cut a rollout into `count` parts of about equal size, in whole groups. An optimiser step of
+    grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
+    texts are left out, because they are no tensor. Every epoch has the same parts, and so has
+    micro_batched. (Huang et al. 2024 shuffle the rows anew in every epoch.)"""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
         part = part.flatten()
@@ -270,7 +270,7 @@ class CachedModel:
         self.model = model
         S = max(map(len, prompts))
         self.cache = in_one_dtype(DynamicCache)(config=model.config)
-        # A sliding-window layer counts its tokens in Python, where a replay does not come by.
+        # A sliding-window layer counts its tokens in Python, which a replay does not run.
         self.use_graph = (args.cuda_graphs and model.device.type == "cuda"
                           and not any(self.cache.is_sliding))
         if self.use_graph:
@@ -302,7 +302,7 @@ class CachedModel:
 
     def read(self, token):
         """Read one more token of each row, (n,)."""
-        self.attention[:, self.columns] = 1  # in place, as the graph reads this tensor
+        self.attention[:, self.columns] = 1  # changed in place, as the graph reads it
         self.columns += 1
         if not self.use_graph:
             attention = self.attention[:, :self.columns]
@@ -319,7 +319,7 @@ class CachedModel:
             self.token.copy_(token)
             self.graph.replay()  # writes self.output
             self.hidden = self.output
-        self.position += 1  # in place, too
+        self.position += 1  # changed in place, too
 
 def in_one_dtype(cache_class):
     """Derive a class of caches whose keys have the dtype of the values. Under autocast a rotated
@@ -333,14 +333,15 @@ def in_one_dtype(cache_class):
 def draw(logits, temperature):
     """Draw one id per row from pi = softmax(logits / temperature); at 0 take the likeliest.
     (n, V) -> ids (n,) and their log pi (n,). This inverts the cumulative distribution with one
-    random number per row. torch.multinomial takes V of them, and longer."""
+    random number per row. torch.multinomial takes V random numbers, and more time."""
     logp = (logits / (temperature or 1)).log_softmax(-1)  # (n, V)
     if temperature == 0:
         token = logits.argmax(-1)
     else:
         # In float64, because a GPU adds in parallel, and float32 sums might fall from id to id.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-        # We take the first id whose sum reaches u. As u > 0, it is never one with pi = 0.
+        # We take the first id whose sum reaches u times the last sum, which rounding may move from
+        # 1. As u > 0, it is never an id with pi = 0.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -425,7 +426,7 @@ def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
     right, both (problems, n), and their mean length."""
     rewards, right, lengths = [], [], []
     problems = sorted(problems, key=lambda problem: len(problem["prompt"]))  # little padding
-    size = max(1, args.prompts * args.group_size // n)  # as many rows at a time as in a rollout
+    size = max(1, args.prompts * args.group_size // n)  # as many rows as in a rollout, or n
     for start in progress(range(0, len(problems), size), f"temperature {temperature:g}", "batch"):
         part = problems[start:start + size]
         rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, temperature, args)
@@ -552,8 +553,8 @@ def load_problems(args, tokenizer):
             held_out = [row for row, share in zip(train, shares) if share < 0.2]
             train = [row for row, share in zip(train, shares) if share >= 0.2]
     train = prepare(train, tokenizer, args, "train on")
-    # A random choice, the same with every --seed: twice as many as are asked, since some may be
-    # left out, but not all of a large data set, which takes long to prepare.
+    # We choose at random, in the same way with every --seed. We prepare twice as many as are asked,
+    # because some may be left out, but not all, because a large data set would take long.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     return train, prepare(held_out, tokenizer, args, "hold out")[:args.eval_problems]
 
@@ -563,8 +564,9 @@ def read_dataset(source):
     with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
         import datasets  # takes seconds
         datasets.disable_progress_bars()
-        # In a path, [, * and ? would be a pattern, which other files match. A file's is escaped.
-        path = os.path.abspath(source)
+        # datasets reads [, * and ? in a path as a pattern, which other files may match. So the path
+        # of a file is escaped, and that of a directory is refused.
+        path = source if "://" in source else os.path.abspath(source)
         if Path(source).suffix in formats:
             splits = datasets.load_dataset(
                 formats[Path(source).suffix], data_files=glob.escape(path))
@@ -590,7 +592,7 @@ def prepare(rows, tokenizer, args, use):
             left_out.append("no question")
         elif len(prompt) > args.max_prompt_tokens:
             left_out.append(too_long)
-        # An answer that does not even equal itself could never be given.
+        # The grader cannot read an answer that does not equal itself: nobody could ever give it.
         elif args.answer_column and not math_reward(f"<answer>{answer}</answer>", answer):
             left_out.append("no readable answer")
         else:
@@ -846,7 +848,8 @@ def parse(parser, argv, **toy_settings):
     # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
-    # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse.
+    # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse. (The
+    # toy's rows are so short that 4096 is as fast.)
     args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.device == "cuda" else 1536)
     return args
 
