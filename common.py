@@ -477,7 +477,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
         print(f"warning: --model has weights that are not used: {name}")
     room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if room <= args.max_new_tokens:
+    if 0 < room <= args.max_new_tokens:  # XLNet says -1
         fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
     args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
