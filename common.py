@@ -42,7 +42,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock  # a package that torch needs and installs
+from filelock import FileLock  # torch needs and installs it
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +69,7 @@ def completion_states(model, batch, args):
     """Run the body of the model and find the states that predict the M completion tokens.
     Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
     position before it, which predicts it; and its id (M,). Training shifts by one only here."""
-    i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: row and column in (N, T)
+    i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: a place in (N, T)
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[i] + t  # (M,) in (N, L)
     # No attention mask: padding is on the right, and causal attention never looks there.
@@ -84,7 +84,8 @@ def autocast(args):
     all its tokens."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-CHUNK = 2 ** 26  # logits, tokens x V, that exist at a time; in float32 they take .27 GB
+# So many logits, tokens x V, exist at a time. In float32 they take .27 GB.
+CHUNK = 2 ** 26
 
 def chunked_logprobs(model, hidden, target, temperature):
     """Compute log softmax(logits / temperature)[target], (M, H) and (M,) -> (M,).
@@ -105,7 +106,7 @@ def head_logits(model, hidden):
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    config = model.config.get_text_config()  # the config itself, unless the model reads images too
+    config = model.config.get_text_config()  # of a model that reads images, a part
     factor = getattr(config, "logit_scale", None) or 1  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
     if factor != 1:
@@ -119,8 +120,7 @@ def head_logits(model, hidden):
 def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` parts of about equal size, in whole groups. An optimiser step of
     grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
-    texts are left out, because they are no tensor. Every epoch has the same parts, and so has
-    micro_batched. (Huang et al. 2024 shuffle the rows anew in every epoch.)"""
+    texts are left out, because they are no tensor. Every epoch and micro_batched cut alike."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
         part = part.flatten()
@@ -205,7 +205,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     a prompt once for each completion, and keeps finished rows to the end."""
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
         fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
-    model.eval()  # in training mode gradient checkpointing silently drops the cache
+    model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     with autocast(args):
         tokens, logp = sample(model, prompts, group_size, temperature, stop, args)
@@ -228,9 +228,9 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def sample(model, prompts, group_size, temperature, stop, args):
-    """Write the completions, a token of every row at a time; returns the tokens and their log pi,
-    both (N, max_new_tokens). A row that has its stop token goes on at first: the finished rows are
-    dropped when they are more than half. generate cuts off what comes after the stop token."""
+    """Write a token of every row at a time. Returns the tokens and their log pi, both
+    (N, max_new_tokens). A row with its stop token goes on until the finished rows are more than
+    half and are dropped; generate cuts off what comes after the stop token."""
     N, T = len(prompts) * group_size, args.max_new_tokens
     cached = CachedModel(model, prompts, group_size, args)
     active = torch.arange(N, device=model.device)  # (n,) rows that are not dropped
@@ -246,7 +246,7 @@ def sample(model, prompts, group_size, temperature, stop, args):
         token, logp = map(torch.cat, zip(*drawn))  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running &= ~torch.isin(token, stop)
-        if t % 4 == 0:  # not at every token, because counting the rows waits for the GPU
+        if t % 4 == 0:  # not at every token: to count the rows is to wait for the GPU
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
                 break
@@ -302,7 +302,7 @@ class CachedModel:
 
     def read(self, token):
         """Read one more token of each row, (n,)."""
-        self.attention[:, self.columns] = 1  # changed in place, as the graph reads it
+        self.attention[:, self.columns] = 1  # in place: the graph reads it
         self.columns += 1
         if not self.use_graph:
             attention = self.attention[:, :self.columns]
@@ -389,7 +389,7 @@ def rollout_stats(rollout, group_size):
         stats["sampling_sequence_difference"] = difference.square().mean().sqrt()
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3, whatever --kl is; 0 outside the mask, as both log-probs are
+    if "ref_logp" in rollout:  # k3, whatever --kl is; outside the mask it is 0
         log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
         stats["kl"] = (log_x.exp() - log_x - 1).sum() / tokens
     return {name: value.item() for name, value in stats.items()}
@@ -459,7 +459,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     """Load --model, without dropout, and its tokenizer. Stop if they do not fit the scripts, lower
     args.max_prompt_tokens to the room there is, and set args.cuda_graphs to False if graphs fail.
     A fork may give `adapt`, which changes the model before it takes memory on the GPU."""
-    import transformers  # takes seconds; the flags are known to be good by now
+    import transformers  # takes seconds: not before the flags are known to be good
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     print(f"loading {args.model} and {args.dataset}")
@@ -491,8 +491,9 @@ def load_policy(args, adapt=lambda policy, args: None):
             args.cuda_graphs = False
             check_model(policy, tokenizer, args)
             print("warning: CUDA graphs do not work with this model: sampling without")
-    if args.dtype == "bfloat16":  # from here on the heads, in float32, multiply in TF32
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # which keeps 11 bits; bfloat16 has 8
+    if args.dtype == "bfloat16":
+        # From here on the float32 head multiplies in TF32, which has 11 bits; bfloat16 has 8.
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
 
 def switch_off_noise(policy):
@@ -520,7 +521,8 @@ def check_model(model, tokenizer, args):
     model does, where training is random, and where a cache does not fit. The check is in float32,
     where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
     of 3 tokens, which the sampler has to pad."""
-    T = 4  # tokens: from the prompt, from the read that records a CUDA graph, from two replays
+    # Four tokens: of the prompt, of the read that records a CUDA graph, and of two replays.
+    T = 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     settings = copy.copy(args)
     settings.dtype, settings.max_new_tokens, settings.temperature = "float32", T, 1.0
@@ -548,7 +550,8 @@ def load_problems(args, tokenizer):
         train = splits[args.split]
         if len(splits) > 1 and args.split != args.eval_split:
             held_out = splits[args.eval_split]
-        else:  # hold out a fifth; the question seeds the draw, so that equal ones stay together
+        else:
+            # Hold out a fifth. The question seeds the draw, so that equal ones stay together.
             shares = [random.Random(str(row.get(args.question_column))).random() for row in train]
             held_out = [row for row, share in zip(train, shares) if share < 0.2]
             train = [row for row, share in zip(train, shares) if share >= 0.2]
@@ -602,8 +605,9 @@ def prepare(rows, tokenizer, args, use):
     if not problems:
         fail(f"--dataset {args.dataset}: {summary}")
     print(summary)
+    # The tokenizer of the toy, for example, knows no more than a few letters.
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # the toy's does not know most letters
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
     return problems
 
@@ -630,7 +634,7 @@ def read_chat(row, args):
 
 def prompts_of(chats, tokenizer, args):
     """Turn chats into token ids, one list after another: by the chat template, or, without one, as
-    their texts, each with a newline. A thousand at a time, which is faster than each by itself."""
+    their texts, each with a newline. A thousand are read at a time, because that is faster."""
     for start in progress(range(0, len(chats), 1000), "reading problems", "thousand"):
         part = chats[start:start + 1000]
         if tokenizer.chat_template:
@@ -677,7 +681,8 @@ def rewards_of(reward, problems, rollout):
 # 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
-SPELLINGS = [  # applied in this order: (pattern, replacement),  # text before -> text after
+# Applied in this order: (pattern, replacement),  # text before -> text after.
+SPELLINGS = [
     (r"\\\\|;|\{,\}|\b(and|or)\b", ","),  # 1{,}234 and 5 -> 1,234 , 5
     (r"\\(left|right)\b|\\[,:! ]|[$%°]", ""),  # \left(5,\,6\right) -> (5,6)
     (r"\\cdot|\\times|·|×", "*"),  # 2\cdot\pi -> 2*\pi
@@ -732,7 +737,7 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(2 ** 16)  # many problems have the same gold answer, and each completion asks for it
+@lru_cache(2 ** 16)  # completions ask for the same gold answers
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -790,7 +795,8 @@ positive_int, non_negative_int, two_or_more = in_range(int, 1), in_range(int, 0)
 positive_float, non_negative_float = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
 zero_to_one = in_range(float, 0, 1)
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
-TOY_SETTINGS = dict(  # defaults where --model is the toy; a script adds its own in parse
+# These are the defaults where --model is the toy. A script adds its own in parse.
+TOY_SETTINGS = dict(
     system_prompt="", max_new_tokens=48, micro_batch_tokens=4096, gradient_checkpointing=False,
     steps=20, eval_every=10, save_every=10, eval_problems=2560)
 
@@ -856,10 +862,11 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out made and locked. Out of memory and Ctrl-C are one line each."""
-    if hasattr(sys.stdout, "reconfigure"):  # a character that cannot be written becomes a ?, and
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # each line is out at once
+    if hasattr(sys.stdout, "reconfigure"):
+        # A character that cannot be written becomes a ?, and each line is out at once.
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if Path(args.model).resolve() == Path(TOY):
-        torch.set_num_threads(1)  # the same sums for any number of cores; more gain little
+        torch.set_num_threads(1)  # the same sums for any number of cores
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
         os.makedirs(args.out, exist_ok=True)
         lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()  # `with` releases it
@@ -904,7 +911,8 @@ def load_checkpoint(args, policy, parts):
     folder = Path(args.out, f"step-{steps[-1]}")
     with or_fail(f"--resume: {folder} cannot be used"):
         saved = type(policy).from_pretrained(folder, dtype=torch.float32)
-        policy.load_state_dict(saved.state_dict())  # in place: the optimiser holds these tensors
+        # In place, because the optimiser holds these tensors.
+        policy.load_state_dict(saved.state_dict())
         states = torch.load(folder / "optimizer.pt", map_location="cpu")  # no copy on the GPU
         for name, part in parts.items():
             part.load_state_dict(states[name])

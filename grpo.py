@@ -17,11 +17,11 @@ is grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2 (arXiv
 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad
 log pi, and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 
-There is no value model: the mean of the group is the baseline. Here is no
-reward model (DeepSeekMath trains one): a right answer pays 1, a wrong one 0.
+There is no value model: the mean of the group is the baseline. There is no
+reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
 
-    python grpo.py                             on a laptop, and on one GPU
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
+    python grpo.py                                                             on a laptop
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -51,7 +51,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)  # where --model is the toy
+    args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     return args
 
 def group_advantages(rewards, group_size):
@@ -98,9 +98,10 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
-    # Without a KL, the gradient of a completion with A = 0 is exactly 0. It is not computed.
+    # Without a KL, the gradient of a completion with A = 0 is exactly 0. So update leaves it out,
+    # and its old_logp, which nothing needs, stays 0.
     rollout["has_gradient"] = (adv != 0) | (args.beta > 0)                 # (N,)
-    # 4. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
+    # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

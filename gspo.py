@@ -17,16 +17,16 @@ is grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2 (arXiv
 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad
 log pi, and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 
-There is no value model: the mean of the group is the baseline. Here is no
-reward model (DeepSeekMath trains one): a right answer pays 1, a wrong one 0.
+There is no value model: the mean of the group is the baseline. There is no
+reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
 
 The reward belongs to a whole completion, and so do the ratio and its clip. The
-min is the same for all t; the mean over t is for KL_it and for --token_level.
-That is GSPO-token (the paper's equations 13, 14): each token may have an A_it.
-The paper leaves the KL out "for brevity", so --beta is 0 by default.
+min is the same for all t; the mean over t is for KL_it and for --token_level,
+which is GSPO-token (the paper's equations 13, 14): every token may have an A_it
+there. The paper leaves the KL out "for brevity", so --beta is 0 by default.
 
-    python gspo.py                             on a laptop, and on one GPU
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
+    python gspo.py                                                             on a laptop
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -58,7 +58,7 @@ def parse_args(argv=None):
     add("--minibatches", type=common.positive_int, default=4,
         help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=5e-4)  # where --model is the toy
+    args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     # The paper's range is for float32: in bfloat16, rounding alone moves s further than that.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
@@ -116,9 +116,10 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) |o_i| - t
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
-    # Without a KL, the gradient of a completion with A = 0 is exactly 0. It is not computed.
+    # Without a KL, the gradient of a completion with A = 0 is exactly 0. So update leaves it out,
+    # and its old_logp, which nothing needs, stays 0.
     rollout["has_gradient"] = (adv != 0) | (args.beta > 0)                 # (N,)
-    # 4. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
+    # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

@@ -13,22 +13,22 @@ from pi_old, reward each with r_i, and maximise J:
 and minimise L over a value model V, the critic:
 
     L     = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (V'_it - R_it)^2),
-            V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value),  V_old is V in (1)      (5)
+            V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value)                         (5)
 
-(1) is GAE (Schulman et al. 2015, arXiv 1506.02438). (3) takes A whitened, to
-mean 0 and deviation 1 over the rollout (--whiten); R takes the plain A. The
-penalty in (4) is from Ziegler et al. 2019 (arXiv 1909.08593) and InstructGPT
-(2203.02155). The critic gives every token an A of its own: G is 1 by default.
+(1) is GAE (Schulman et al. 2015, arXiv 1506.02438) by V_old, the V at sampling.
+(3) takes A whitened, to mean 0 and deviation 1 over the rollout (--whiten); R
+takes the plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593)
+and InstructGPT (2203.02155). Every token has an A of its own, so G is 1 here.
 
 (5), --whiten and the defaults of the flags here, except --prompts and
 --minibatches, are those of Huang et al. 2024 (arXiv 2403.17031). But they
-sample at temperature .7, decay the learning rate without warm-up, shuffle in
-every epoch, may whiten rewards, pay -1 without EOS, start V as the reward
-model, and average over all tokens, as Schulman et al. do. The mean over a
-completion's tokens first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
+sample at temperature .7, decay the learning rate without a warm-up, shuffle in
+every epoch, give a completion without EOS the reward -1, start V as the reward
+model, and average over all tokens, as Schulman et al. do. To average over the
+tokens of a completion first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
 
-    python ppo.py                             on a laptop, and on one GPU
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
+    python ppo.py                                                             on a laptop
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -56,14 +56,14 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); Adam is nearly blind to it: it acts through --max_grad_norm and eps")
+        help="weight of (5); Adam divides a factor out again, but --max_grad_norm sees it")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
         help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
-    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # where --model is the toy
+    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
     return args
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
@@ -134,7 +134,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout = common.generate(
         policy, tokenizer, prompts, args.group_size, args.temperature, args)  # evaluate passes 0
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
-    # 3. log-probs: (N, T), in the micro-batches of update, so that both are rounded alike
+    # 3. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)

@@ -72,10 +72,14 @@ def test_the_page_says_what_the_table_says():
     assert [line["name"] for line in lines] == [mistake.name for mistake in table.MISTAKES]
     assert all(line["choice"] or line["red"] for line in lines) and {line["seeds"] for line in lines} == {3}
 
-def test_the_faults_of_the_exercise_are_among_them():
-    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "tests/results/README.md")]
-    faults = re.findall(r"^ *\| \d+ \| `(\w+)\.py` \| `(.+)` \| `(.+)` \|$", "\n".join(pages), re.M)
-    planted = [edit for mistake in table.MISTAKES for edit in mistake.edits]
-    assert len(faults) == 10
-    for file, right, wrong in faults:
-        assert any(file == edit[0] and right in edit[1] and wrong in edit[2] for edit in planted), right
+def test_the_faults_of_the_exercise_are_among_them_and_the_answer_names_their_test():
+    """mistakes.py --tests plants every mistake and runs its test; the column `red` says that each failed."""
+    files = [ROOT / "README.md", ROOT / "tests" / "results" / "README.md"]
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    faults = re.findall(r"^ *\| (\d+) \| `(\w+)\.py` \| `(.+)` \| `(.+)` \|$", pages, re.M)
+    answers = dict(re.findall(r"^ *\| (\d+) \| .+ \| `(test_\w+)` \|$", pages, re.M))
+    assert len(faults) == len(answers) == 10
+    for number, file, right, wrong in faults:
+        tests = [mistake.test.partition("::")[2] for mistake in table.MISTAKES for edit in mistake.edits
+                 if file == edit[0] and right in edit[1] and wrong in edit[2]]
+        assert answers[number] in tests, right

@@ -1,10 +1,17 @@
-"""The problems of tests/results/real: no held-out problem is in any other file, in no spelling."""
+"""The problems of tests/results/real: no held-out problem is in another file, in no spelling; evaluate.py."""
 import csv
 import json
+import statistics
 import subprocess
 import sys
 
-from conftest import ROOT
+import pytest
+from conftest import ROOT, settings
+
+import grpo
+
+sys.path.insert(0, str(ROOT / "tests" / "results"))
+import evaluate  # noqa: E402
 
 def make(script, *args):
     """Run a script of tests/results/real that writes into args[-1]; returns {file: rows}."""
@@ -58,3 +65,25 @@ def test_sums_in_words_are_right_and_no_sum_or_its_mirror_image_is_in_two_files(
             unordered = (sign, min(a, b), max(a, b)) if sign == "+" else (sign, a, b)
             assert where.setdefault(unordered, name) == name
     assert len(questions) == 12112
+
+def test_models_are_compared_problem_by_problem(tmp_path, capsys, monkeypatch):
+    """The toy with two seeds: the same greedy answers, other samples. statistics computes the errors anew."""
+    rows, file = (ROOT / "tests/toy/test.jsonl").read_text().splitlines()[:30], tmp_path / "compared.jsonl"
+    (tmp_path / "few.jsonl").write_text("\n".join(rows))
+    flags = {"dataset": str(tmp_path / "few.jsonl"), "split": "train", "eval_samples": 2}
+    printed = []
+    for seed in (0, 1):
+        evaluate.main(settings(grpo, seed=seed, **flags), file)
+        printed.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    first, last = map(json.loads, file.read_text().splitlines())
+    assert sorted(first["questions"]) == sorted(json.loads(row)["question"] for row in rows)
+    assert set(first["sampled"]) <= {0, 0.5, 1} and set(first["greedy"]) == {0, 1}
+    gains = [b - a for a, b in zip(first["sampled"], last["sampled"])]
+    assert any(gains) and printed[0]["sampled_gain"] == printed[1]["greedy_gain"] == [0, 0]
+    for found, numbers in [(printed[1]["sampled_gain"], gains), (printed[1]["sampled"], last["sampled"])]:
+        error = statistics.stdev(numbers) / 30 ** 0.5
+        assert found == pytest.approx([statistics.fmean(numbers), error], abs=6e-5)
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]))
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(settings(grpo, **flags), file)
+    assert "asked other problems" in capsys.readouterr().err
