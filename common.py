@@ -8,7 +8,7 @@ The rest     Statistics, Evaluation, Errors, Models, Problems, Rewards, Grading,
 Shapes: P prompts per step, G completions per prompt, N = P*G completions, which are the rows of a
 rollout; S tokens in the longest prompt, T in the longest completion, L in the longest row (prompt
 and completion); M completion tokens in a batch; V ids in the vocabulary; H numbers in a hidden
-state. A small letter counts a part: a micro-batch has n of the N rows, l and t tokens wide.
+state. A small letter counts a part: a micro-batch has ids (n, l) and a mask (n, t).
 
 A rollout is a dict with one row per completion:
     ids           (N, L)  prompt, then completion, padded on the right
@@ -75,7 +75,6 @@ def completion_states(model, batch, args):
     # No attention mask: padding is on the right, and causal attention never looks there.
     with autocast(args):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
-    # hidden is (N, L, H)
     return (i, t), hidden[i, position - 1], batch["ids"][i, position]
 
 def autocast(args):
@@ -106,7 +105,7 @@ def head_logits(model, hidden):
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    config = model.config.get_text_config()  # of a model that reads images, a part
+    config = model.config.get_text_config()  # the text part, if the model also reads images
     factor = getattr(config, "logit_scale", None) or 1  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
     if factor != 1:
@@ -120,7 +119,7 @@ def head_logits(model, hidden):
 def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` parts of about equal size, in whole groups. An optimiser step of
     grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
-    texts are left out, because they are no tensor. Every epoch and micro_batched cut alike."""
+    texts are left out. Nothing is shuffled: every epoch and micro_batched make the same cuts."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
         part = part.flatten()
@@ -201,8 +200,8 @@ class Optimizer:
 def generate(model, tokenizer, prompts, group_size, temperature, args):
     """Sample group_size completions of each of P prompts (lists of ids); returns a rollout.
     A token comes from softmax(logits / temperature) and nothing else; at temperature 0 it is the
-    likeliest one. Why not transformers' generate? It adds the model's own top_k and the like, reads
-    a prompt once for each completion, and keeps finished rows to the end."""
+    likeliest one. We do not use transformers' generate, because it adds the model's own top_k,
+    reads a prompt once for each completion, and keeps finished rows to the end."""
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
         fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
     model.eval()  # in training mode gradient checkpointing drops the cache
@@ -228,9 +227,9 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
 
 def sample(model, prompts, group_size, temperature, stop, args):
-    """Write a token of every row at a time. Returns the tokens and their log pi, both
-    (N, max_new_tokens). A row with its stop token goes on until the finished rows are more than
-    half and are dropped; generate cuts off what comes after the stop token."""
+    """Write one token per row at a time. Returns the tokens and their log pi, (N, max_new_tokens)
+    both. To drop rows copies the cache, so a row with its stop token goes on until more than half
+    of the rows are finished. generate cuts off what comes after the stop token."""
     N, T = len(prompts) * group_size, args.max_new_tokens
     cached = CachedModel(model, prompts, group_size, args)
     active = torch.arange(N, device=model.device)  # (n,) rows that are not dropped
@@ -246,7 +245,7 @@ def sample(model, prompts, group_size, temperature, stop, args):
         token, logp = map(torch.cat, zip(*drawn))  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running &= ~torch.isin(token, stop)
-        if t % 4 == 0:  # not at every token: to count the rows is to wait for the GPU
+        if t % 4 == 0:  # not at every token, because counting the rows waits for the GPU
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
                 break
@@ -282,7 +281,7 @@ class CachedModel:
         real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
         self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
         self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # read so far
+        self.columns = S  # read so far; StaticCache counts in a tensor, so a replay counts, too
         self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
         rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
         self.select(rows // group_size)  # from P rows to N
@@ -338,7 +337,7 @@ def draw(logits, temperature):
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # In float64, because a GPU adds in parallel, and float32 sums might fall from id to id.
+        # searchsorted needs sums that never fall. A GPU adds in parallel: in float32 they might.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         # We take the first id whose sum reaches u times the last sum, which rounding may move from
         # 1. As u > 0, it is never an id with pi = 0.
@@ -404,9 +403,9 @@ def explained_variance(returns, values, mask):
 # ---- Evaluation ----
 def evaluate(policy, tokenizer, problems, reward, args):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
-    Accuracy is the share of right answers, whatever the reward function pays for. Where c of
-    n = --eval_samples answers are right, the unbiased estimate is
-    pass@k = 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    Accuracy is the share of right answers, whatever the reward function pays for. pass@k is the
+    chance that one of k answers is right. Its unbiased estimate is 1 - C(n - c, k) / C(n, k), where
+    c of the n = --eval_samples answers are right (Chen et al. 2021, eq. 1)."""
     torch.manual_seed(args.seed)  # the same seed at every evaluation
     n = args.eval_samples
     rewards, right, length = sample_rewards(
@@ -477,7 +476,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
         print(f"warning: --model has weights that are not used: {name}")
     room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if 0 < room <= args.max_new_tokens:  # XLNet says -1
+    if 0 < room <= args.max_new_tokens:  # XLNet has -1
         fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
     args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
@@ -521,7 +520,7 @@ def check_model(model, tokenizer, args):
     model does, where training is random, and where a cache does not fit. The check is in float32,
     where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
     of 3 tokens, which the sampler has to pad."""
-    # Four tokens: of the prompt, of the read that records a CUDA graph, and of two replays.
+    # Four tokens: one after the prompt, one after the read that records a graph, two replays.
     T = 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     settings = copy.copy(args)
@@ -559,7 +558,8 @@ def load_problems(args, tokenizer):
     # We choose at random, in the same way with every --seed. We prepare twice as many as are asked,
     # because some may be left out, but not all, because a large data set would take long.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
-    return train, prepare(held_out, tokenizer, args, "hold out")[:args.eval_problems]
+    use = f"hold out ({args.eval_problems} are enough)"
+    return train, prepare(held_out, tokenizer, args, use)[:args.eval_problems]
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: list of rows}."""
@@ -595,7 +595,7 @@ def prepare(rows, tokenizer, args, use):
             left_out.append("no question")
         elif len(prompt) > args.max_prompt_tokens:
             left_out.append(too_long)
-        # The grader cannot read an answer that does not equal itself: nobody could ever give it.
+        # An answer that the grader cannot read, such as an empty one, does not even equal itself.
         elif args.answer_column and not math_reward(f"<answer>{answer}</answer>", answer):
             left_out.append("no readable answer")
         else:
@@ -676,9 +676,9 @@ def rewards_of(reward, problems, rollout):
 # Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
 # items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
 # paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
-# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled but not sorted.
-# Neither is one with a minus after ^ or /, because that minus does not begin a term. No algebra:
-# 2+3 is not 5.
+# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and
+# its numbers stay as they are: (0.5, 1) is not (1/2, 1). The same holds for an answer with a minus
+# after ^ or /, because that minus does not begin a term. There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
 # Applied in this order: (pattern, replacement),  # text before -> text after.
@@ -737,7 +737,7 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(2 ** 16)  # completions ask for the same gold answers
+@lru_cache(2 ** 16)  # many ask for the same gold answer
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -746,7 +746,7 @@ def canonical(text):
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text):  # 1,234.50
         text = text.replace(",", "")
     text = re.sub(r" *([^\d ]) *", r"\1", text)  # spaces stay between digits: 4 2 is not 42
-    if re.search(r"[][(){}<>=|]|[\^/]-", text):
+    if re.search(r"[\[\](){}<>=|]|[\^/]-", text):
         return text
     return ",".join(sorted(canonical_sum(item) for item in text.split(",") if item))
 
@@ -763,7 +763,7 @@ def exact(term):
     return str(-value if term.startswith("-") else value)
 
 def math_reward(completion, answer):
-    """Return 1.0 if the completion's marked answer is the gold one, marked or bare, else 0.0."""
+    """Return 1.0 if the marked answer equals `answer`, else 0.0. `answer` may have a mark, too."""
     given = canonical(extract_answer(completion))
     gold = canonical(extract_answer(f"<answer>{answer}</answer>"))  # all of it if it has no mark
     return float(gold != "" and given == gold)
@@ -806,7 +806,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="to evaluate on; of a single split, a fifth of it")
+    add("--eval_split", default="test", help="split to evaluate on; if there is one split, a fifth")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")
@@ -877,7 +877,7 @@ def launch(main, args):
             main(args)
     except KeyboardInterrupt:
         begun = Path(args.out, "args.json").exists()
-        fail(f"interrupted; go on with --out {args.out}" + " --resume" * begun, 130)
+        fail(f"interrupted; go on with --out {args.out}{' --resume' if begun else ''}", 130)
     except torch.OutOfMemoryError:
         fail("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
 
@@ -946,7 +946,7 @@ class Logger:
         self.bar.write(f"resumed after step {start}" if start else "evaluating before step 1")
 
     def log(self, step, stats, problem=None, rollout=None):
-        """Log the numbers of a step; where it was evaluated, show `problem` and a completion."""
+        """Log a step. If it was evaluated, also show a completion of its rollout, for `problem`."""
         if self.args.device == "cuda":
             stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # so far
         with self.path.open("a") as file:

@@ -10,12 +10,12 @@ from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given
-those before it, the mean of k3 over samples of pi is KL(pi || pi_ref). But as
-grad x = -x grad log pi, grad k3 is (1 - x) grad log pi, and the mean of that
-is grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2 (arXiv
-2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad
-log pi, and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
+it, the mean of k3 over samples of pi is KL(pi || pi_ref). But as grad x = -x grad log pi,
+grad k3 is (1 - x) grad log pi. As grad log pi has mean 0, the mean of grad k3 is
+-sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2
+(arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
+and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
@@ -23,7 +23,7 @@ reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
 The reward belongs to a whole completion, and so do the ratio and its clip. The
 min is the same for all t; the mean over t is for KL_it and for --token_level,
 which is GSPO-token (the paper's equations 13, 14): every token may have an A_it
-there. The paper leaves the KL out "for brevity", so --beta is 0 by default.
+there. We take J as the paper prints it, without a KL ("for brevity"): --beta is 0.
 
     python gspo.py                                                             on a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
@@ -56,10 +56,10 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=common.positive_int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
-        help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
+        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
-    # The paper's range is for float32: in bfloat16, rounding alone moves s further than that.
+    # We use the paper's range in float32 only: in bfloat16, rounding alone moves s further.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
     return args
@@ -67,7 +67,7 @@ def parse_args(argv=None):
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
     0 in a group. The paper has no 1e-4 and does not name the deviation; here it is the sample's, by
-    n - 1. A group of equal rewards gets exactly 0, as its deviation may be rounding noise."""
+    n - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise, not 0."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -109,11 +109,11 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # evaluate passes 0
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 0 would be greedy
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
-    if args.token_level:  # A_it = gamma^(|o_i| - t) A_i
+    if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) |o_i| - t
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     # Without a KL, the gradient of a completion with A = 0 is exactly 0. So update leaves it out,
@@ -126,8 +126,8 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
-    which are means over the rows of the micro-batches: those that have a gradient."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics of
+    the rows that have a gradient: means, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

@@ -61,7 +61,7 @@ def parse_args(argv=None):
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
-        help="steps per pass, of whole groups; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
+        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
     return args
@@ -132,7 +132,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # evaluate passes 0
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 0 would be greedy
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     # 3. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
@@ -153,8 +153,8 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics,
-    which are means over the rows of the micro-batches: those that have a gradient."""
+    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics of
+    the rows that have a gradient: means, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -175,7 +175,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    value = common.load_value(policy)
+    value = common.load_value(policy)  # a copy of the policy with a new head, which is 0
     # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
     # The eps of Adam is that of Huang et al.
