@@ -4,13 +4,14 @@
     python tests/results/evaluate.py --model runs/sft "${FLAGS[@]}"
     python tests/results/evaluate.py --model runs/grpo/step-100 "${FLAGS[@]}"
 
-Each command adds a line to exam.jsonl, with what the model got right. The second one also prints by how much
-its model is better than the first model of the file. The difference is taken problem by problem. So its standard
-error is smaller than that of the accuracies: a problem that is hard for one model is hard for the other, too.
+Each command adds a line to exam.jsonl, with what the model got right. The second one also prints by how
+much its model is better than the first model of the file. The difference is taken problem by problem. So its
+standard error is smaller than that of the accuracies: a problem that is hard for one model is hard for the
+other, too.
 
 --split is test unless you give another; a single file is train. All flags of grpo.py are known: give --dtype,
---max_new_tokens and --system_prompt as in training, and --eval_samples for several samples of each problem. If
-you trained with a reward of your own, put it in main.
+--max_new_tokens and --system_prompt as in training, and --eval_samples for several samples of each problem.
+If you trained with a reward of your own, put it in main.
 """
 import argparse
 import json
