@@ -281,7 +281,7 @@ class CachedModel:
         real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
         self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
         self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # read so far; StaticCache counts in a tensor, so a replay counts, too
+        self.columns = S  # filled so far; StaticCache has a count of its own, which a replay raises
         self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
         rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
         self.select(rows // group_size)  # from P rows to N

@@ -131,7 +131,7 @@ def update(policy, optimizers, rollout, args):
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N of (3): all its rows, also those without a gradient
+            rows = len(minibatch["ids"])  # N of (3) for this step; also rows without a gradient
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
                 loss, stats = policy_loss(
