@@ -11,10 +11,10 @@ from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
-it, the mean of k3 over samples of pi is KL(pi || pi_ref). But as grad x = -x grad log pi,
-grad k3 is (1 - x) grad log pi. As grad log pi has mean 0, the mean of grad k3 is
--sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 is w_it k3, as in DeepSeek-V3.2
-(arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
+it, the mean of k3 over samples of pi is KL(pi || pi_ref), but its gradient has the mean of
+another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
+-sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 mends this by w_it k3 (DeepSeek-V3.2,
+arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
 and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 
 There is no value model: the mean of the group is the baseline. There is no
