@@ -281,7 +281,7 @@ class CachedModel:
         real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
         self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
         self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # filled so far; StaticCache has a count of its own, which a replay raises
+        self.columns = S  # filled so far (StaticCache has its own count, which grows in a replay)
         self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
         rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
         self.select(rows // group_size)  # from P rows to N
@@ -696,7 +696,7 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, which is not sqrt3/4
+    (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, not (sqrt3)/4
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
