@@ -696,7 +696,7 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, not (sqrt3)/4
+    (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, which is not (sqrt3)/4
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
