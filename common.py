@@ -228,7 +228,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
 
 def sample(model, prompts, group_size, temperature, stop, args):
     """Write one token per row at a time. Returns the tokens and their log pi, (N, max_new_tokens)
-    both. To drop rows copies the cache, so a row with its stop token goes on until more than half
+    both. Dropping rows copies the cache, so a row with its stop token goes on until more than half
     of the rows are finished. generate cuts off what comes after the stop token."""
     N, T = len(prompts) * group_size, args.max_new_tokens
     cached = CachedModel(model, prompts, group_size, args)
@@ -556,7 +556,7 @@ def load_problems(args, tokenizer):
             train = [row for row, share in zip(train, shares) if share >= 0.2]
     train = prepare(train, tokenizer, args, "train on")
     # We choose at random, in the same way with every --seed. We prepare twice as many as are asked,
-    # because some may be left out, but not all, because a large data set would take long.
+    # because some may be left out. To prepare all of a large data set would take long.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     use = f"hold out ({args.eval_problems} are enough)"
     return train, prepare(held_out, tokenizer, args, use)[:args.eval_problems]

@@ -11,8 +11,8 @@ from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
-it, the mean of k3 over samples of pi is KL(pi || pi_ref), but the mean of its gradient is the
-gradient of another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
+it, the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as given,
+and follows another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
 -sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 mends this by w_it k3 (DeepSeek-V3.2,
 arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
 and the mean of that over samples of pi_old is grad KL(pi || pi_ref).

@@ -11,8 +11,8 @@ from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
-it, the mean of k3 over samples of pi is KL(pi || pi_ref), but the mean of its gradient is the
-gradient of another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
+it, the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as given,
+and follows another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
 -sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 mends this by w_it k3 (DeepSeek-V3.2,
 arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
 and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
@@ -20,10 +20,10 @@ and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
 
-The reward belongs to a whole completion, and so do the ratio and its clip. The
-min does not depend on t: J keeps its mean over t for KL_it and --token_level,
+The reward belongs to a whole completion, and so do the ratio and its clip. So the
+min is the same for every t. We keep the mean over t for KL_it and --token_level,
 which is GSPO-token (the paper's equations 13, 14): every token may have an A_it
-there. We take J as the paper prints it, without a KL ("for brevity"): --beta is 0.
+there. The paper prints J without a KL, "for brevity". So do we: --beta is 0.
 
     python gspo.py                                                             on a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU

@@ -266,7 +266,7 @@ def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     stand_in = types.SimpleNamespace(parse=lambda text: text.split("boxed")[-1], verify=str.__eq__)
     monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    names = {}
+    names = {"common": common}
     for text in (README, FORKS):
         code = re.search(r"```python\n(.*?)```", text, re.S)[1]
         exec(code.replace("path/or/hub-name", str(tmp_path)), names)
