@@ -7,8 +7,8 @@ The rest     Statistics, Evaluation, Errors, Models, Problems, Rewards, Grading,
 
 Shapes: P prompts per step, G completions per prompt, N = P*G completions, which are the rows of a
 rollout; S tokens in the longest prompt, T in the longest completion, L in the longest row (prompt
-and completion); M completion tokens in a batch; V ids in the vocabulary; H numbers in a hidden
-state. A small letter counts a part: a micro-batch has ids (n, l) and a mask (n, t).
+and completion); M completion tokens in a batch; V ids in the vocabulary (not the critic's V); H
+numbers in a hidden state. Small letters are for a part: a micro-batch has ids (n, l), mask (n, t).
 
 A rollout is a dict with one row per completion:
     ids           (N, L)  prompt, then completion, padded on the right
@@ -19,7 +19,7 @@ A rollout is a dict with one row per completion:
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
     has_gradient  (N,)    False where a script finds that the gradient of a row is exactly 0, else
-                          True. micro_batches leaves such rows out: their log-probs below stay 0
+                          True. micro_batches leaves the rows with False out; their old_logp is 0
     texts         a list of N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
@@ -67,8 +67,8 @@ def token_values(model, batch, args):
 
 def completion_states(model, batch, args):
     """Run the body of the model and find the states that predict the M completion tokens.
-    Returns the place of each token in (N, T), a pair of indices (M,); the hidden state (M, H) one
-    position before it, which predicts it; and its id (M,). Training shifts by one only here."""
+    Returns, for each of these tokens: its place in (N, T), as a pair of indices (M,); the hidden
+    state one position before it, (M, H); its id, (M,). Nothing else in training shifts by one."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: a place in (N, T)
     prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
     position = prompt_lengths[i] + t  # (M,) in (N, L)
@@ -83,7 +83,7 @@ def autocast(args):
     all its tokens."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-# So many logits, tokens x V, exist at a time. In float32 they take .27 GB.
+# Training and sampling make at most this many logits, tokens x V, at a time: .27 GB in float32.
 CHUNK = 2 ** 26
 
 def chunked_logprobs(model, hidden, target, temperature):
@@ -100,8 +100,8 @@ def chunked_logprobs(model, hidden, target, temperature):
                       for h, y in chunks])
 
 def head_logits(model, hidden):
-    """Compute a model's logits from hidden states, (M, H) -> (M, V), in float32 (or TF32, see
-    load_policy): bfloat16 rounds a logit of 20 by up to .06. check_model tests the result."""
+    """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (or in
+    TF32, see load_policy), because bfloat16 rounds a logit of 20 by up to .06."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -236,7 +236,7 @@ def sample(model, prompts, group_size, temperature, stop, args):
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) without a stop token yet
     tokens = torch.zeros(N, T, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(N, T, device=model.device)
-    # draw needs six times the memory of its logits, so it gets no more than a CHUNK at a time.
+    # draw makes several copies of its logits, one in float64, so it gets at most a CHUNK at a time.
     size = CHUNK // len(model.get_output_embeddings().weight)
     for t in progress(range(T), "sampling", "token"):
         if t > 0:
@@ -290,7 +290,7 @@ class CachedModel:
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            past_key_values=self.cache, use_cache=True).last_hidden_state[:, -1]
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]
 
     def select(self, rows):
         """Let row i be what row rows[i] was: repeats or drops rows."""
@@ -337,10 +337,10 @@ def draw(logits, temperature):
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # searchsorted needs sums that never fall. A GPU adds in parallel: in float32 they might.
+        # searchsorted needs sums that never fall. Those of a GPU in float32 may, by rounding.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-        # We take the first id whose sum reaches u times the last sum, which rounding may move from
-        # 1. As u > 0, it is never an id with pi = 0.
+        # The last sum may not be exactly 1, so we take the first id whose sum reaches u times the
+        # last one. As u > 0, it is never an id with pi = 0.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -370,9 +370,9 @@ def means(logged):
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
     The sampler and the training pass compute the same log pi in different ways. Two numbers measure
-    how far apart they are: sampling_logp_difference is the root mean square of the difference over
-    tokens, sampling_sequence_difference that of the mean difference of each completion. They should
-    be no more than rounding; a larger difference is a bug."""
+    how far apart they are. Both are root mean squares of the difference: sampling_logp_difference
+    is over tokens; sampling_sequence_difference first takes the mean of each completion, as GSPO's
+    s does. They should be no more than rounding; a larger difference is a bug."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     tokens, lengths = mask.sum(), mask.sum(1)
     stats = {
@@ -425,7 +425,7 @@ def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
     right, both (problems, n), and their mean length."""
     rewards, right, lengths = [], [], []
     problems = sorted(problems, key=lambda problem: len(problem["prompt"]))  # little padding
-    size = max(1, args.prompts * args.group_size // n)  # as many rows as in a rollout, or n
+    size = max(1, args.prompts * args.group_size // n)  # size x n is the N of a rollout
     for start in progress(range(0, len(problems), size), f"temperature {temperature:g}", "batch"):
         part = problems[start:start + size]
         rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, temperature, args)
@@ -449,7 +449,7 @@ def or_fail(message):
     except torch.OutOfMemoryError:
         raise  # launch says what to do
     except Exception as error:
-        # What is wrong with a file is the cause of the error that datasets raises.
+        # The error that datasets raises says little; its __cause__ says what is wrong with a file.
         reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
         fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
 
@@ -476,7 +476,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
         print(f"warning: --model has weights that are not used: {name}")
     room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if 0 < room <= args.max_new_tokens:  # XLNet has -1
+    if room <= args.max_new_tokens:
         fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
     args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
     print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
@@ -582,7 +582,7 @@ def read_dataset(source):
 
 def prepare(rows, tokenizer, args, use):
     """Turn rows into problems. Rows that cannot be used are counted and left out."""
-    columns = {args.question_column, args.answer_column} - {""}  # "": rewards need no answer
+    columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
     if rows and not columns <= set(rows[0]):
         fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
              f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
@@ -605,7 +605,7 @@ def prepare(rows, tokenizer, args, use):
     if not problems:
         fail(f"--dataset {args.dataset}: {summary}")
     print(summary)
-    # The tokenizer of the toy, for example, knows no more than a few letters.
+    # The tokenizer of the toy, for example, knows no more than a few characters.
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
     if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:
         fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
@@ -737,7 +737,7 @@ def before_closing_brace(text):
             return before
     return ""
 
-@lru_cache(2 ** 16)  # many ask for the same gold answer
+@lru_cache(2 ** 16)  # many completions have the same gold answer
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x+0.5' -> '1/2+x,2'."""
     text = " ".join((text or "").split())
@@ -838,8 +838,8 @@ def add_args(parser):
     add("--save_every", type=positive_int, default=20, help="steps between checkpoints")
 
 def parse(parser, argv, **toy_settings):
-    """Parse `argv` twice: first to see if --model is the toy or a run is resumed, which sets the
-    defaults (TOY_SETTINGS, or that run's flags) of the second time."""
+    """Parse `argv` twice. The first time shows if --model is the toy or a run is resumed. If so,
+    TOY_SETTINGS or the flags of that run become the defaults of the second time."""
     args = parser.parse_args(argv)
     if Path(args.model).resolve() == Path(TOY):
         parser.set_defaults(**TOY_SETTINGS, **toy_settings)
@@ -866,7 +866,7 @@ def launch(main, args):
         # A character that cannot be written becomes a ?, and each line is out at once.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if Path(args.model).resolve() == Path(TOY):
-        torch.set_num_threads(1)  # the same sums for any number of cores
+        torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
     with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
         os.makedirs(args.out, exist_ok=True)
         lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()  # `with` releases it

@@ -1,7 +1,7 @@
 """GRPO: group relative policy optimisation (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300).
 
-pi is the model that is trained, pi_old the same model as it sampled, pi_ref a
-frozen copy. For every question q, sample a group of G completions o_1 ... o_G
+pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
+of it from before training. For every question q, sample a group of G completions o_1 ... o_G
 from pi_old, reward each with r_i, and maximise J:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
@@ -10,12 +10,13 @@ from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
-it, the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as given,
-and follows another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
--sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 mends this by w_it k3 (DeepSeek-V3.2,
-arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
-and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
+the mean of k3 over samples of pi is KL(pi || pi_ref). But backward ignores that pi also moves the
+samples, so its gradient is another. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
+Over samples of pi the mean of grad log pi is 0, so the mean of grad k3 is -sum pi_ref grad log pi,
+which is grad KL(pi_ref || pi). --kl wk3 takes w_it k3 instead (DeepSeek-V3.2, arXiv 2512.02556). As
+grad w = w grad log pi and k3 + 1 - x = -log x, grad (w k3) is w log(pi/pi_ref) grad log pi. Its
+mean over samples of pi_old is sum log(pi/pi_ref) grad pi, which is grad KL(pi || pi_ref).
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
@@ -56,8 +57,8 @@ def parse_args(argv=None):
 
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
-    0 in a group. The paper has no 1e-4 and does not name the deviation; here it is the sample's, by
-    n - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise, not 0."""
+    0 in a group. The paper has no 1e-4 and does not say which deviation it takes; ours divides by
+    G - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -94,7 +95,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 0 would be greedy
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
@@ -108,14 +109,14 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics of
-    the rows that have a gradient: means, and the largest ratio."""
+    """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
+    statistics of the rows that have a gradient: means, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N of (3) for this step; also rows without a gradient
+            rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
+                logp = common.token_logprobs(policy, b, args)  # (N, T) of b, with gradient
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
                 (loss / rows).backward()

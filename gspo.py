@@ -1,7 +1,7 @@
 """GSPO: group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071).
 
-pi is the model that is trained, pi_old the same model as it sampled, pi_ref a
-frozen copy. For every question q, sample a group of G completions o_1 ... o_G
+pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
+of it from before training. For every question q, sample a group of G completions o_1 ... o_G
 from pi_old, reward each with r_i, and maximise J:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
@@ -10,20 +10,21 @@ from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before
-it, the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as given,
-and follows another KL: grad x = -x grad log pi, so grad k3 is (1 - x) grad log pi, whose mean is
--sum pi_ref grad log pi = grad KL(pi_ref || pi). --kl wk3 mends this by w_it k3 (DeepSeek-V3.2,
-arXiv 2512.02556): grad (w k3) is w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi,
-and the mean of that over samples of pi_old is grad KL(pi || pi_ref).
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
+the mean of k3 over samples of pi is KL(pi || pi_ref). But backward ignores that pi also moves the
+samples, so its gradient is another. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
+Over samples of pi the mean of grad log pi is 0, so the mean of grad k3 is -sum pi_ref grad log pi,
+which is grad KL(pi_ref || pi). --kl wk3 takes w_it k3 instead (DeepSeek-V3.2, arXiv 2512.02556). As
+grad w = w grad log pi and k3 + 1 - x = -log x, grad (w k3) is w log(pi/pi_ref) grad log pi. Its
+mean over samples of pi_old is sum log(pi/pi_ref) grad pi, which is grad KL(pi || pi_ref).
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
 
-The reward belongs to a whole completion, and so do the ratio and its clip. So the
-min is the same for every t. We keep the mean over t for KL_it and --token_level,
-which is GSPO-token (the paper's equations 13, 14): every token may have an A_it
-there. The paper prints J without a KL, "for brevity". So do we: --beta is 0.
+The reward belongs to a whole completion, and so do the ratio and its clip. So the min is
+the same for every t. The mean over t is there for KL_it, and for --token_level, which is
+GSPO-token (the paper's equations 13, 14): there every token may have an A_it of its own. The
+paper prints J without a KL, "for brevity". We print the KL, but --beta is 0 by default.
 
     python gspo.py                                                             on a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
@@ -51,8 +52,8 @@ def parse_args(argv=None):
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=common.positive_int, help="every so many steps pi_ref becomes pi")
-    add("--token_level", action="store_true", help="GSPO-token: every token has its own A_it")
-    add("--gamma", type=common.zero_to_one, default=1.0, help="our A_it: gamma^(|o_i| - t) A_i")
+    add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
+    add("--gamma", type=common.zero_to_one, default=1.0, help="A_it is gamma^(|o_i| - t) A_i")
     add("--lr", type=common.positive_float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=common.positive_int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=common.positive_int, default=4,
@@ -66,8 +67,8 @@ def parse_args(argv=None):
 
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
-    0 in a group. The paper has no 1e-4 and does not name the deviation; here it is the sample's, by
-    n - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise, not 0."""
+    0 in a group. The paper has no 1e-4 and does not say which deviation it takes; ours divides by
+    G - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -80,7 +81,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    # The mean of log w, because their sum grows with the length.
+    # We take the mean of the log w_it, because their sum grows with the length.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if args.token_level:
         # sg[x] is x as a constant. So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the
@@ -109,12 +110,12 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 0 would be greedy
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
-        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) |o_i| - t
+        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1    # (N, T) |o_i| - t, with t from 1
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     # Without a KL, the gradient of a completion with A = 0 is exactly 0. So update leaves it out,
     # and its old_logp, which nothing needs, stays 0.
@@ -126,14 +127,14 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     return rollout, common.rollout_stats(rollout, args.group_size)
 
 def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics of
-    the rows that have a gradient: means, and the largest ratio."""
+    """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
+    statistics of the rows that have a gradient: means, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N of (3) for this step; also rows without a gradient
+            rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
+                logp = common.token_logprobs(policy, b, args)  # (N, T) of b, with gradient
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
                 (loss / rows).backward()

@@ -1,11 +1,11 @@
 """PPO: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347).
 
-pi is the model that is trained, pi_old the same model as it sampled, pi_ref a
-frozen copy. For every question q, sample a group of G completions o_1 ... o_G
+pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
+of it from before training. For every question q, sample a group of G completions o_1 ... o_G
 from pi_old, reward each with r_i, and maximise J:
 
-    A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + V_it,
-            delta_it = r_it + gamma V_{i,t+1} - V_it,  V after the last token = 0              (1)
+    A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + Vold_it,
+            delta_it = r_it + gamma Vold_{i,t+1} - Vold_it,  Vold after the last token = 0     (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                      (2)
     J     = 1/N sum_i 1/|o_i| sum_t min(w_it A_it, clip(w_it, 1 - eps_low, 1 + eps_high) A_it) (3)
     r_it  = (r_i at the last token, 0 before it) - beta (log pi_old - log pi_ref)              (4)
@@ -13,19 +13,18 @@ from pi_old, reward each with r_i, and maximise J:
 and minimise L over a value model V, the critic:
 
     L     = 1/N sum_i 1/|o_i| sum_t 0.5 max((V_it - R_it)^2, (V'_it - R_it)^2),
-            V'_it = V_old + clip(V_it - V_old, -eps_value, eps_value)                         (5)
+            V'_it = Vold_it + clip(V_it - Vold_it, -eps_value, eps_value)                     (5)
 
-(1) is GAE (Schulman et al. 2015, arXiv 1506.02438) by V_old, the V at sampling.
-(3) takes A whitened, to mean 0 and deviation 1 over the rollout (--whiten); R
-takes the plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593)
-and InstructGPT (2203.02155). Every token has an A of its own, so G is 1 here.
+Vold is V at the time of sampling. (1) is generalised advantage estimation (GAE, Schulman et al.
+2015, arXiv 1506.02438). (3) takes A whitened, that is, with mean 0 and deviation 1 over the rollout
+(--whiten); R takes the plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593) and
+InstructGPT (2203.02155). The baseline is V, which needs no group, so G is 1 by default.
 
-(5), --whiten and the defaults of the flags here, except --prompts and
---minibatches, are those of Huang et al. 2024 (arXiv 2403.17031). But they
-sample at temperature .7, decay the learning rate without a warm-up, shuffle in
-every epoch, give a completion without EOS the reward -1, start V as the reward
-model, and average over all tokens, as Schulman et al. do. To average over the
-tokens of a completion first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
+(5), --whiten and the defaults of the flags here, except --prompts and --minibatches, are those of
+Huang et al. 2024 (arXiv 2403.17031). But they sample at temperature .7, decay the learning rate
+without a warm-up, shuffle in every epoch, give a completion without EOS the reward -1, start V from
+the weights of the reward model, and average over all tokens, as Schulman et al. do. To average over
+the tokens of a completion first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
@@ -56,7 +55,7 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); Adam divides a factor out again, but --max_grad_norm sees it")
+        help="weight of (5); 0 freezes V; else only the cut by --max_grad_norm depends on it")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
@@ -69,8 +68,8 @@ def parse_args(argv=None):
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
     The reward is paid at the last token: EOS, or where the completion was cut. The penalty is the
-    estimator k1 = log pi - log pi_ref. It is right as a reward, but as a loss it would teach
-    nothing: its gradient, grad log pi, has mean 0 over samples of pi."""
+    estimator k1 = log pi - log pi_ref. In the reward it makes PPO maximise E[r] - beta KL. As a
+    loss it would teach nothing: its gradient, grad log pi, has mean 0 over samples of pi."""
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
@@ -119,10 +118,10 @@ def policy_loss(logp, old_logp, adv, mask, args):
     return loss, stats
 
 def value_loss(values, old_values, returns, mask, args):
-    """Compute equation (5) without the 1/N, as policy_loss does. All (N, T). Also statistics."""
+    """Compute equation (5) without the 1/N: (N, T) each -> the loss and statistics, as above."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)
-    # Like the min of (3), the max never stops a V that comes back.
+    # Like the min of (3), the max never stops a V that has moved away from its return.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
     loss = (error * mask / lengths).sum()
     return loss, {"value_loss": (loss.detach(), len(mask))}
@@ -132,7 +131,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 0 would be greedy
+        policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
     # 3. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
@@ -145,7 +144,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["adv"], rollout["returns"] = gae(
         rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    # With V = 0 and lam = 1 the returns of gae are the sums of the rewards to go.
+    # The returns contain V, so they cannot judge it. With V = 0 and lam = 1 gae sums later rewards.
     _, returns_to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)
     stats |= common.explained_variance(returns_to_go, rollout["values"], mask)
     if args.whiten:
@@ -153,17 +152,17 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     return rollout, stats
 
 def update(policy, value, optimizers, rollout, args):
-    """Train: epochs x minibatches (a step each) x micro-batches (for memory). Returns statistics of
-    the rows that have a gradient: means, and the largest ratio."""
+    """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
+    statistics of the rows that have a gradient: means, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N of (3) for this step; also rows without a gradient
+            rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args)  # (n, t) with gradient
+                logp = common.token_logprobs(policy, b, args)  # (N, T) of b, with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
                 (loss / rows).backward()
-                values = common.token_values(value, b, args)  # (n, t) with gradient
+                values = common.token_values(value, b, args)  # (N, T) of b, with gradient
                 v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(stats | v_stats)

@@ -30,7 +30,7 @@ RIGHT = """afmoe, apertus, arcee, aria_text, bailing_hybrid, bamba, bert-generat
 REFUSED = """bart, bert, cpmant, deepseek_v4, electra, falcon_mamba, llama with a broken weight, llama4,
     llama4_text, mamba, mamba2, marian, mbart, minimax, modernbert-decoder, mpt with few positions,
     openai-gpt, pegasus, phi3 beyond its longrope, prophetnet, recurrent_gemma, rembert, roberta, roformer,
-    rwkv, trocr, xlm, xlnet, xmod"""
+    rwkv, trocr, xlm, xmod"""
 RIGHT, REFUSED = ([" ".join(name.split()) for name in names.split(",")] for names in (RIGHT, REFUSED))
 
 SIZES = {  # of the settings of any family; one that has no such setting is not given it

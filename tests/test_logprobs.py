@@ -66,7 +66,7 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
 def test_training_keeps_no_cache():
     """Keys and values of every layer would be held for nothing."""
     model, seen = tiny_model(), []
-    model.base_model.register_forward_hook(lambda module, given, output: seen.append(output.past_key_values))
+    model.base_model.register_forward_hook(lambda module, given, output: seen.append(output.cache))
     common.token_logprobs(model, random_batch(3), settings(grpo))
     assert seen == [None]
 

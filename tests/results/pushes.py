@@ -1,4 +1,4 @@
-"""Draw how hard PPO, GRPO and GSPO push the tokens of one rollout of the toy: the picture of README.md.
+"""Draw how hard PPO, GRPO and GSPO push the tokens of one rollout of the toy: a picture of README.md.
 
     pip install matplotlib
     python tests/results/pushes.py pushes.png
