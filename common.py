@@ -95,7 +95,7 @@ def chunked_logprobs(model, hidden, target, temperature):
         return -cross_entropy(logits, target, reduction="none")
     size = CHUNK // len(model.get_output_embeddings().weight)
     chunks = zip(hidden.split(size), target.split(size))
-    # Nothing in a chunk is random, so there is no state of a generator to keep for the second time.
+    # A chunk draws no random numbers, so checkpoint need not restore the state of a generator.
     return torch.cat([checkpoint(logprobs, h, y, use_reentrant=False, preserve_rng_state=False)
                       for h, y in chunks])
 
@@ -259,8 +259,8 @@ class CachedModel:
     every row at a time; `hidden` (n, H) is the state that predicts the next token. Prompts are
     padded on the left, so that the next token of every row goes into the same column.
 
-    On a GPU, to read one token launches some thousand short kernels, and Python takes longer to
-    launch them one by one than the GPU to run them. So we record them once, as a CUDA graph, and
+    On a GPU, reading one token takes some thousand short kernels, and Python needs longer to launch
+    them one by one than the GPU needs to run them. So we record them once, as a CUDA graph, and
     then replay the graph for every token: the same kernels on the same tensors, without Python.
     Shapes cannot change, so the cache has all its columns from the beginning, and whatever a
     replay should see must be written into the recorded tensors in place."""
@@ -281,7 +281,7 @@ class CachedModel:
         real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
         self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
         self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # filled so far (StaticCache has its own count, which grows in a replay)
+        self.columns = S  # filled so far; StaticCache counts on the GPU
         self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
         rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
         self.select(rows // group_size)  # from P rows to N
@@ -290,10 +290,10 @@ class CachedModel:
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            cache=self.cache, use_cache=True).last_hidden_state[:, -1]
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # was past_key_values
 
     def select(self, rows):
-        """Let row i be what row rows[i] was: repeats or drops rows."""
+        """Make each row i a copy of row rows[i], which repeats or drops rows."""
         self.cache.reorder_cache(rows)
         self.hidden, self.position = self.hidden[rows], self.position[rows]
         self.attention = self.attention[rows]
@@ -337,7 +337,7 @@ def draw(logits, temperature):
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # searchsorted needs sums that never fall. Those of a GPU in float32 may, by rounding.
+        # searchsorted needs sums that never fall. On a GPU, float32 sums may fall, by rounding.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         # The last sum may not be exactly 1, so we take the first id whose sum reaches u times the
         # last one. As u > 0, it is never an id with pi = 0.
@@ -505,7 +505,7 @@ def switch_off_noise(policy):
 
 def load_value(policy):
     """Make PPO's value model: a copy of the policy with a scalar head that starts at 0."""
-    # The base_model of a body is the body itself, so that completion_states takes it, too.
+    # completion_states runs model.base_model, which for a body is the body itself.
     model = copy.deepcopy(policy.base_model)
     weight = policy.get_output_embeddings().weight  # (V, H)
     model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
@@ -520,7 +520,7 @@ def check_model(model, tokenizer, args):
     model does, where training is random, and where a cache does not fit. The check is in float32,
     where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
     of 3 tokens, which the sampler has to pad."""
-    # Four tokens: one after the prompt, one after the read that records a graph, two replays.
+    # Four tokens: one follows the prompt, one the read that records a graph, and two a replay.
     T = 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     settings = copy.copy(args)
@@ -649,7 +649,7 @@ def batch_of(problems, step, args):
     All problems are shuffled, used up, shuffled anew, and so on. --seed and the step alone say
     which come now, so that there is no state to save. Example: with n = 5 problems and P = 3, step
     2 takes the last two problems of epoch 0 and the first one of epoch 1."""
-    n, first = len(problems), (step - 1) * args.prompts  # earlier steps have used `first`
+    n, first = len(problems), (step - 1) * args.prompts  # earlier steps used `first` problems
     epochs = range(first // n, (first + args.prompts - 1) // n + 1)  # that this step draws from
     shuffled = [p for e in epochs for p in random.Random(f"{args.seed} {e}").sample(problems, n)]
     return shuffled[first % n:][:args.prompts]
@@ -920,8 +920,8 @@ def load_checkpoint(args, policy, parts):
     return steps[-1]
 
 def progress(items, doing, unit):
-    """Iterate over `items` with a progress bar below that of the run, which is shown in a terminal
-    only, and only for what takes more than 2 seconds."""
+    """Iterate over `items`. In a terminal, what takes over 2 seconds gets a progress bar, below the
+    bar of the run."""
     return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
 
 class Logger:

@@ -11,15 +11,15 @@ from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
-the mean of k3 over samples of pi is KL(pi || pi_ref). But backward ignores that pi also moves the
-samples, so its gradient is another. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
+the mean of k3 over samples of pi is KL(pi || pi_ref). But backward does not see that pi makes the
+samples, so it misses part of grad KL. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
 Over samples of pi the mean of grad log pi is 0, so the mean of grad k3 is -sum pi_ref grad log pi,
 which is grad KL(pi_ref || pi). --kl wk3 takes w_it k3 instead (DeepSeek-V3.2, arXiv 2512.02556). As
-grad w = w grad log pi and k3 + 1 - x = -log x, grad (w k3) is w log(pi/pi_ref) grad log pi. Its
+grad w = w grad log pi, grad (w k3) = w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its
 mean over samples of pi_old is sum log(pi/pi_ref) grad pi, which is grad KL(pi || pi_ref).
 
 There is no value model: the mean of the group is the baseline. There is no
-reward model, unlike in DeepSeekMath: a right answer pays 1, a wrong one 0.
+reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.
 
 The reward belongs to a whole completion, and so do the ratio and its clip. So the min is
 the same for every t. The mean over t is there for KL_it, and for --token_level, which is
@@ -67,8 +67,8 @@ def parse_args(argv=None):
 
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
-    0 in a group. The paper has no 1e-4 and does not say which deviation it takes; ours divides by
-    G - 1. Equal rewards get exactly 0, because r - mean(r) may be rounding noise."""
+    0 in a group. The paper has no 1e-4, our guard against a tiny std, and does not say which std;
+    ours divides by G - 1. Equal rewards are set to 0, as r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -168,6 +168,7 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
+            # s does not contain sampled_logp, but this difference shows how large rounding is.
             logger.bar.write("warning: rounding moves s further than --eps_low: raise both eps")
         logger.log(step, stats, batch[0], rollout)
         if step % args.save_every == 0 or step == args.steps:

@@ -23,8 +23,8 @@ InstructGPT (2203.02155). The baseline is V, which needs no group, so G is 1 by 
 (5), --whiten and the defaults of the flags here, except --prompts and --minibatches, are those of
 Huang et al. 2024 (arXiv 2403.17031). But they sample at temperature .7, decay the learning rate
 without a warm-up, shuffle in every epoch, give a completion without EOS the reward -1, start V from
-the weights of the reward model, and average over all tokens, as Schulman et al. do. To average over
-the tokens of a completion first is DeepSeekMath's PPO (arXiv 2402.03300, eq. 1).
+the weights of the reward model, and average over all tokens, as Schulman et al. do. DeepSeekMath's
+PPO averages over the tokens of a completion first, as we do (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
     the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); 0 freezes V; else only the cut by --max_grad_norm depends on it")
+        help="weight of (5); 0 freezes V; else it acts only via --max_grad_norm and Adam's eps")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")

@@ -22,13 +22,13 @@ RIGHT = """afmoe, apertus, arcee, aria_text, bailing_hybrid, bamba, bert-generat
     glm4_moe_lite, glm_moe_dsa, gpt-sw3, gpt2, gpt_bigcode, gpt_neo, gpt_neo beyond its window, gpt_neox,
     gpt_neox_japanese, gpt_oss, gptj, granite, granitemoe, granitemoehybrid, granitemoeshared, helium,
     hunyuan_v1_dense, hunyuan_v1_moe, jais2, jamba, jetmoe, lfm2, lfm2_moe, llama, llama with dynamic rope,
-    minicpm3, minimax_m2, ministral, ministral3, mistral, mistral without window, mixtral,
+    mamba2, minicpm3, minimax_m2, ministral, ministral3, mistral, mistral without window, mixtral,
     mixtral with noise, mpt, nanochat, nemotron, nemotron_h, olmo, olmo2, olmo3,
     olmo_hybrid, olmoe, opt, opt with narrow ends, persimmon, persimmon with dropout, phi, phi3,
     phi3 with longrope, phimoe, qwen2, qwen2 with window, qwen2_moe, qwen3, qwen3_5, qwen3_5_moe_text,
     qwen3_5_text, qwen3_moe, qwen3_next, seed_oss, smollm3, stablelm, starcoder2, vaultgemma, xglm"""
 REFUSED = """bart, bert, cpmant, deepseek_v4, electra, falcon_mamba, llama with a broken weight, llama4,
-    llama4_text, mamba, mamba2, marian, mbart, minimax, modernbert-decoder, mpt with few positions,
+    llama4_text, mamba, marian, mbart, minimax, modernbert-decoder, mpt with few positions,
     openai-gpt, pegasus, phi3 beyond its longrope, prophetnet, recurrent_gemma, rembert, roberta, roformer,
     rwkv, trocr, xlm, xmod"""
 RIGHT, REFUSED = ([" ".join(name.split()) for name in names.split(",")] for names in (RIGHT, REFUSED))

@@ -111,7 +111,7 @@ def test_the_answer_with_another_clip_range():
 # ---- The ladder ----
 
 def test_what_a_baseline_does_to_the_mean():
-    """Two completions, both right: one of one token, .3 = sigmoid(z), one of two, of which the second is certain.
+    """Two completions, both right: one of one token, .3 = sigmoid(z), one of two, the second of them certain.
     The exact mean gradient by z: with 1/|o| it is .3 (1 - b) .7 - .7 (1 - b) .3/2 = .105 (1 - b), else 0."""
     z, mask = tensor64([[0.3 / 0.7]]).log().requires_grad_(), tensor64([[1, 0], [1, 1]])
     logp = torch.cat([torch.nn.functional.logsigmoid(torch.cat([z, -z])), 0 * mask[:, :1]], 1)  # (2, 2)
@@ -163,8 +163,8 @@ def test_kl_estimators():
         same([row[1], *row[2].split(",")], [value, *torch.autograd.grad(value, z, retain_graph=True)[0]])
 
 def test_the_memory_of_real_models():
-    """Of Qwen2.5-0.5B, 1.5B and 7B, by their shapes: 16 bytes a trained parameter, 4 one of the reference. LoRA
-    of rank 16 has 16 (in + out) parameters for each linear layer of the body, which has 2 bytes a weight."""
+    """Of Qwen2.5-0.5B, 1.5B and 7B, by their shapes: 16 bytes a trained parameter, 4 one of the reference.
+    LoRA of rank 16 trains 16 (in + out) parameters a linear layer of the body, whose weights have 2 bytes."""
     sizes, adapted, bytes = [], [], [int(row[-1]) for row in table(SECOND, "| | weights | gradients |")]
     shapes = [(896, 24, 4864, 14, 2, 151936), (1536, 28, 8960, 12, 2, 151936),
               (3584, 28, 18944, 28, 4, 152064)]
