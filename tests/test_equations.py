@@ -1,8 +1,8 @@
-"""The equations of ppo.py, grpo.py and gspo.py, in the order of their numbers. Read this file first.
+"""The equations of ppo.py, grpo.py and gspo.py, in the order of their numbers. Read this beside the scripts.
 
-Each docstring does the sum, so that you can check it by hand. The numbers here are probabilities; the
-scripts are given their logarithms. The push of a token is dJ/dlog pi: how hard training pushes its
-log-probability up, or down if it is negative.
+Each docstring does the sum, so that you can check it by hand. The tests are written with probabilities, and
+`objective` gives the scripts their logarithms. The push of a token is dJ/dlog pi: how strongly training
+raises its log-prob, or lowers it if the push is negative. A push here is not divided by N.
 """
 import pytest
 import torch
@@ -17,7 +17,7 @@ UPPER = "--eps_low .9 --eps_high .2"  # clips only above 1.2: no ratio here is b
 LOWER = "--eps_low .2 --eps_high 9"   # clips only below .8: no ratio here is above 10
 WIDE = "--eps_low .9 --eps_high 9"    # clips nothing here
 K3, WK3 = "--beta 1 --kl k3", "--beta 1 --kl wk3"
-ROW = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and pi_old of one completion: w = 1.2, 1.25, .9
+COMPLETION = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and pi_old of one completion: w = 1.2, 1.25, .9
 
 def tensor(numbers):
     return torch.as_tensor(numbers, dtype=torch.float64)
@@ -27,8 +27,8 @@ def near(found, expected, within=1e-6):
         torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
 
 def objective(script, flags, pi, old, A, ref=None, mask=None):
-    """Return J, summed over completions, and the push of every token. All are (completions, tokens); A may
-    be (completions, 1)."""
+    """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
+    the shape (completions, tokens), and A may be (completions, 1)."""
     logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
     mask = torch.ones_like(old) if mask is None else mask
     refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
@@ -72,18 +72,19 @@ def test_1_ppo_gae(gamma, lam, A):
     (ppo, 1.116667, [0.4, 0.416667, 0.3]),
     (grpo, 1.116667, [0.4, 0.416667, 0.3]),
     (gspo, 1.105209, [0.368403] * 3)])
-def test_2_ratio_of_a_token_or_of_a_sequence(script, J, push):
+def test_2_ratio_of_a_token_or_of_a_completion(script, J, push):
     """The ratios are w = .6/.5, .5/.4, .72/.8 = 1.2, 1.25, .9. With A = 1, J is their mean, 3.35/3, and
     the push of a token is w/3. In GSPO, J is s = (1.2 x 1.25 x .9)^(1/3) = 1.35^(1/3) = 1.105209, and the
     push of every token is s/3."""
-    near(objective(script, WIDE, *ROW, [[1]]), (J, [push]))
+    near(objective(script, WIDE, *COMPLETION, [[1]]), (J, [push]))
 
 def test_2_gspo_token_has_an_advantage_for_every_token():
-    """The ratio s_t of a token is s, but only log pi_t moves it. So the push is s A_t/3, and J is
-    s (1 + 0 - 1)/3 = 0. Where all A_t are equal, this is GSPO."""
+    """--token_level is the paper's GSPO-token, in which every token may have an advantage A_t of its own. The
+    ratio s_t of a token has the value of s, but only log pi_t has a gradient in it. So the push is s A_t/3,
+    and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO."""
     token = WIDE + " --token_level"
-    near(objective(gspo, token, *ROW, [[1, 0, -1]]), (0, [[0.368403, 0, -0.368403]]))
-    near(objective(gspo, token, *ROW, [[2, 2, 2]]), objective(gspo, WIDE, *ROW, [[2]]))
+    near(objective(gspo, token, *COMPLETION, [[1, 0, -1]]), (0, [[0.368403, 0, -0.368403]]))
+    near(objective(gspo, token, *COMPLETION, [[2, 2, 2]]), objective(gspo, WIDE, *COMPLETION, [[2]]))
 
 # --- (3) clip
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -101,22 +102,23 @@ def test_3_clip_table(script, A, push):
     (UPPER, 0.9, 1, [0.8, 0.9, 0.95, 1], [0.889, 1, 1.056, 1.111]),
     (LOWER, 0.9, -1, [0.9, 0.8, 0.72, 0.5, 0.1], [-1, -0.889, -0.8, -0.8, -0.8])])
 def test_3_what_a_token_can_gain(script, eps, old, A, pi, J):
-    """J of a good token grows until pi is 1.2 pi_old: for .01 that is .012. A token of .9 cannot get there,
-    as pi ends at 1, where J = 1/.9 = 1.111. J of a bad token of .9 grows until pi is .8 x .9 = .72. At .5,
-    w = .556 and J = min(-.556, -.8) = -.8. With A taken out of the min, J would be A min(.556, .8) =
-    -.556, which is wrong for A < 0."""
+    """J of a good token grows until pi is 1.2 pi_old. If pi_old is .01, it grows until pi is .012. If pi_old
+    is .9, pi cannot become 1.2 x .9, because a probability is at most 1: there J is 1/.9 = 1.111. J of a bad
+    token with pi_old = .9 grows until pi is .8 x .9 = .72. At pi = .5, w is .556 and J is min(-.556, -.8)
+    = -.8. With A taken out of the min, J would be A min(.556, .8) = -.556, which is wrong for A < 0."""
     near([objective(script, eps, [[p]], [[old]], [[A]])[0] for p in pi], J, within=5e-4)
 
 @pytest.mark.parametrize("A, J, push", [(1, 1.1, 0), (-1, -1.105209, -0.368403)])
-def test_3_gspo_clips_a_whole_sequence(A, J, push):
-    """The ratio s = 1.105209 is above 1.1. So with A = 1 no token is pushed, not even that with w = .9."""
-    near(objective(gspo, "--eps_low .3 --eps_high .1", *ROW, [[A]]), (J, [[push] * 3]))
+def test_3_gspo_clips_a_whole_completion(A, J, push):
+    """The ratio s = 1.105209 is above 1.1. With A = 1, J is 1.1, and no token is pushed, not even that with
+    w = .9. With A = -1 the min takes -s, and every token is pushed by -s/3, which brings s back."""
+    near(objective(gspo, "--eps_low .3 --eps_high .1", *COMPLETION, [[A]]), (J, [[push] * 3]))
 
-# --- (4) KL penalty. gspo.py has that of grpo.py, but does without by default
+# --- (4) KL. The KL of gspo.py is that of grpo.py, but its beta is 0 by default
 def test_4_ppo_puts_the_penalty_into_the_reward():
-    """With beta .1 and pi_old/pi_ref = 2, 1, 1/2 the rewards are -.1 ln 2 = -.069315, 0 and .069315, and the
-    last token gets the reward 1 of the completion on top. The second completion has the reward 5 and two
-    tokens, and nothing after them."""
+    """With beta .1 and pi_old/pi_ref = 2, 1, 1/2 the rewards of the tokens are -.1 ln 2 = -.069315, 0 and
+    .069315. The last token also gets the reward of the completion, 1. The second completion has two tokens
+    and the reward 5: pi_old/pi_ref = 1, 2 gives 0 and 5 - .069315, and the padding after them gets 0."""
     old, ref = tensor([[0.4, 0.5, 0.2], [0.5, 0.6, 1]]), tensor([[0.2, 0.5, 0.4], [0.5, 0.3, 1]])
     mask, reward = tensor([[1, 1, 1], [1, 1, 0]]), tensor([1, 5])
     rewards = ppo.token_rewards(reward, old.log(), ref.log(), mask, 0.1)
@@ -127,9 +129,9 @@ def test_4_ppo_puts_the_penalty_into_the_reward():
     (WK3, 0, -0.5, [[0.693147], [-0.693147], [0]]),
     ("--beta .04 --kl k3", 0.02, 0.06 - 0.04 * 0.5, [[0.06], [0], [0.02]])])
 def test_4_grpo_k3(flags, A, J, push):
-    """With x = pi_ref/pi = 2, 1/2, 1, k3 = x - ln x - 1 is 1 - .6931, .6931 - .5 and 0, which add up to .5.
-    At pi = pi_old the push is A + beta (x - 1), equation 21 of the paper: for x = 1/2, A = .02 and
-    beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A + beta ln x."""
+    """With x = pi_ref/pi = 2, 1/2, 1, k3 = x - ln x - 1 is 1 - .6931, .6931 - .5 and 0. The sum is .5, so
+    with A = 0 and beta = 1, J is -.5. At pi = pi_old the push is A + beta (x - 1), equation 21 of the paper: for
+    x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A + beta ln x."""
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
     near(objective(grpo, flags, *rows), (J, push))
 
@@ -150,9 +152,9 @@ REVERSE = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # of KL(pi||ref): 
 FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): pi - ref
 
 def test_4_ppo_penalty_is_the_reverse_kl():
-    """For tokens drawn from pi, the mean of ln(pi/ref) is KL(pi||ref) = .199658, and as a reward its mean
-    gradient is that of KL(pi||ref), with the sign turned. The gradient is with respect to the logits z:
-    as pi = softmax(z), pushes c on log pi are the gradient c - pi sum(c) on z."""
+    """For tokens drawn from pi, the mean of ln(pi/ref) is KL(pi||ref) = .199658. As a reward, -ln(pi/ref)
+    gives a mean gradient of J that is minus the gradient of KL(pi||ref). Both are with respect to the logits z: as
+    pi = softmax(z), a gradient c with respect to log pi is the gradient c - pi sum(c) with respect to z."""
     rewards = ppo.token_rewards(tensor([0] * 4), PI.log(), REF.log(), torch.ones_like(PI), 1)
     c = -PI * objective(ppo, CLIP, PI, PI, rewards)[1]
     near([-(PI * rewards).sum(), c - PI * c.sum()], [0.199658, REVERSE])
@@ -164,8 +166,8 @@ def test_4_ppo_penalty_is_the_reverse_kl():
     (K3, OLD, 0.244449, [[0.015933], [-0.343106], [0.238485], [0.088689]])])
 def test_4_grpo_k3_has_the_gradient_of_the_forward_kl(kl, old, mean, gradient):
     """For tokens drawn from pi, the mean of k3 is KL(pi||ref), but the mean of its gradient is that of
-    KL(ref||pi). w k3 has the value and the gradient of KL(pi||ref), also for tokens drawn from pi_old; of
-    these, k3 has neither."""
+    KL(ref||pi). With w k3 both the mean and the gradient are those of KL(pi||ref), and also if the tokens
+    are drawn from pi_old. If they are drawn from pi_old, k3 without w has neither."""
     rows = [objective(grpo, kl, PI[[i]], old[[i]], [[0]], REF[[i]]) for i in range(4)]
     c = -old * torch.cat([push for _, push in rows])
     found = -sum(chance * J for chance, (J, _) in zip(old[:, 0], rows))
@@ -183,12 +185,12 @@ def test_5_ppo_value_loss(V, R, loss, slope):
     towards R is held, and its slope is 0: (1.2 - 2)^2/2 = (.8 - 0)^2/2 = .32."""
     values, mask = tensor([[V, V], [V, V]]).requires_grad_(), tensor([[1, 1], [1, 0]])
     found, _ = ppo.value_loss(values, mask, R * mask, mask, ppo.parse_args(["--eps_value", ".2"]))
-    slopes = torch.autograd.grad(found, values)[0]  # the mean over the tokens of a row
+    slopes = torch.autograd.grad(found, values)[0]  # the loss is a mean over the tokens of a completion
     near([found.item(), slopes], [2 * loss, [[slope / 2, slope / 2], [slope, 0]]])
 
-# --- the mean over tokens and the sum over rows
+# --- the mean over the tokens of a completion, and the sum over completions
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
-def test_row_means_weigh_every_completion_alike(script):
+def test_the_mean_over_tokens_weighs_every_completion_alike(script):
     """With A = [1, -1, 1, -1] and w = 1, J is 1 - 1 + 1 - 1 = 0. So the loss is 0, but the pushes A/length
     are not. The mean over all 16 tokens would be (2 - 8 + 4 - 2)/16 = -.25; with the constant 4 x 8 in
     place of 16 it would be -.125."""
@@ -198,7 +200,8 @@ def test_row_means_weigh_every_completion_alike(script):
     near(objective(script, CLIP, pi, pi, A, mask=mask), (0, A / lengths * mask))
 
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
-def test_the_loss_is_a_sum_over_rows(script):
+def test_the_loss_is_a_sum_over_completions(script):
     """With A = 1, 2, 3 and w = 1, J is the sum 6, not the mean 2. So completions may go through the model
-    in parts, first 1, then 2 and 3; update() divides each part by the rows of the whole optimiser step."""
+    in parts, first 1, then 2 and 3. update() divides each part by the number of completions of the whole
+    optimiser step."""
     near(objective(script, CLIP, [[0.5]] * 3, [[0.5]] * 3, [[1], [2], [3]]), (6, [[1], [2], [3]]))

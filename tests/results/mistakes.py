@@ -174,10 +174,10 @@ add(group, "max for min", "grpo",
     test="test_equations.py::test_3_clip_table")
 add(group, "the ratio upside down", "grpo",
     ("log_ratio = (logp - old_logp) * mask", "log_ratio = (old_logp - logp) * mask"),
-    test="test_equations.py::test_2_ratio_of_a_token_or_of_a_sequence")
+    test="test_equations.py::test_2_ratio_of_a_token_or_of_a_completion")
 add(group, "s is a product", "gspo",
     ("(log_ratio.sum(1, keepdim=True) / lengths)", "log_ratio.sum(1, keepdim=True)"),
-    test="test_equations.py::test_2_ratio_of_a_token_or_of_a_sequence")
+    test="test_equations.py::test_2_ratio_of_a_token_or_of_a_completion")
 add(group, "s is a mean over the padding, too", "gspo",
     ("(log_ratio.sum(1, keepdim=True) / lengths)", "log_ratio.mean(1, keepdim=True)"),
     test="test_losses.py::test_value_gradient_and_statistics_equal_a_float_loop")
@@ -226,7 +226,7 @@ add(group, "a mean over the tokens of each micro-batch", "grpo",
     test="test_every_script.py::test_any_cut_into_micro_batches_gives_the_same_gradient")
 add(group, "padding counts", "grpo",
     (LOSS, "-(objective * mask).mean(1).sum()"),
-    test="test_equations.py::test_row_means_weigh_every_completion_alike")
+    test="test_equations.py::test_the_mean_over_tokens_weighs_every_completion_alike")
 add(group, "the last micro-batch is lost", "grpo",
     ("common", "if end == len(lengths) or (end", "if (end"), flags=SMALL,
     test="test_batching.py::test_every_row_is_in_one_micro_batch_within_the_budget")
