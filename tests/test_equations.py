@@ -130,8 +130,9 @@ def test_4_ppo_puts_the_penalty_into_the_reward():
     ("--beta .04 --kl k3", 0.02, 0.06 - 0.04 * 0.5, [[0.06], [0], [0.02]])])
 def test_4_grpo_k3(flags, A, J, push):
     """With x = pi_ref/pi = 2, 1/2, 1, k3 = x - ln x - 1 is 1 - .6931, .6931 - .5 and 0. The sum is .5, so
-    with A = 0 and beta = 1, J is -.5. At pi = pi_old the push is A + beta (x - 1), equation 21 of the paper: for
-    x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A + beta ln x."""
+    with A = 0 and beta = 1, J is -.5. At pi = pi_old the push is A + beta (x - 1), equation 21 of the
+    paper: for x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A +
+    beta ln x."""
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
     near(objective(grpo, flags, *rows), (J, push))
 
@@ -153,8 +154,9 @@ FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): 
 
 def test_4_ppo_penalty_is_the_reverse_kl():
     """For tokens drawn from pi, the mean of ln(pi/ref) is KL(pi||ref) = .199658. As a reward, -ln(pi/ref)
-    gives a mean gradient of J that is minus the gradient of KL(pi||ref). Both are with respect to the logits z: as
-    pi = softmax(z), a gradient c with respect to log pi is the gradient c - pi sum(c) with respect to z."""
+    gives a mean gradient of J that is minus the gradient of KL(pi||ref). Both are with respect to the
+    logits z: as pi = softmax(z), a gradient c with respect to log pi is the gradient c - pi sum(c) with
+    respect to z."""
     rewards = ppo.token_rewards(tensor([0] * 4), PI.log(), REF.log(), torch.ones_like(PI), 1)
     c = -PI * objective(ppo, CLIP, PI, PI, rewards)[1]
     near([-(PI * rewards).sum(), c - PI * c.sum()], [0.199658, REVERSE])

@@ -1,11 +1,12 @@
-"""Make again every run of this folder, its pictures and its tables: about an hour on two cores.
+"""Make the runs of the toy again, their pictures and their tables: about an hour on two cores.
 
     pip install matplotlib
     python tests/results/run_all.py --work runs/results --jobs 2
 
 Each run is a process in --work; what is there already is not made again, so that a stopped program goes on.
-At the end the rows go into this folder, the pictures are drawn, and the numbers of the tables are printed: of
-tests/results/README.md and tests/forks/README.md all, of README.md those of five seeds. Runs of the forks and
+At the end the rows go into this folder, the pictures are drawn, and the numbers of the tables are printed:
+those of README.md with five seeds, of tests/forks/README.md but for spo, tis and lora, and of
+tests/results/README.md but for the KL estimates, rounding and the price of thinking. The runs of the forks and
 without the deviation are made in a copy of the repository, --work/tree.
 """
 import argparse
