@@ -281,7 +281,7 @@ class CachedModel:
         real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
         self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
         self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # filled so far; StaticCache counts on the GPU
+        self.columns = S  # filled so far
         self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
         rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
         self.select(rows // group_size)  # from P rows to N
@@ -290,7 +290,7 @@ class CachedModel:
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # was past_key_values
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # cache: was past_key_values
 
     def select(self, rows):
         """Make each row i a copy of row rows[i], which repeats or drops rows."""
@@ -520,7 +520,7 @@ def check_model(model, tokenizer, args):
     model does, where training is random, and where a cache does not fit. The check is in float32,
     where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
     of 3 tokens, which the sampler has to pad."""
-    # Four tokens: one follows the prompt, one the read that records a graph, and two a replay.
+    # Token 1 comes after the prompt, 2 after the read that records a graph, 3 and 4 after replays.
     T = 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     settings = copy.copy(args)
@@ -806,7 +806,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; if there is one split, a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; a lone split gives a fifth")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")

@@ -13,16 +13,16 @@ from pi_old, reward each with r_i, and maximise J:
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
 the mean of k3 over samples of pi is KL(pi || pi_ref). But backward does not see that pi makes the
 samples, so it misses part of grad KL. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
-Over samples of pi the mean of grad log pi is 0, so the mean of grad k3 is -sum pi_ref grad log pi,
-which is grad KL(pi_ref || pi). --kl wk3 takes w_it k3 instead (DeepSeek-V3.2, arXiv 2512.02556). As
+Over samples of pi, grad log pi has the mean 0. As pi x = pi_ref, grad k3 has the mean -sum pi_ref
+grad log pi = grad KL(pi_ref || pi). --kl wk3 takes w_it k3 (DeepSeek-V3.2, arXiv 2512.02556). As
 grad w = w grad log pi, grad (w k3) = w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its
-mean over samples of pi_old is sum log(pi/pi_ref) grad pi, which is grad KL(pi || pi_ref).
+mean over samples of pi_old is sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref): sum grad pi is 0.
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.
 
     python grpo.py                                                             on a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on a GPU of 80 GB
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -58,7 +58,7 @@ def parse_args(argv=None):
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
     0 in a group. The paper has no 1e-4, our guard against a tiny std, and does not say which std;
-    ours divides by G - 1. Equal rewards are set to 0, as r - mean(r) may be rounding noise."""
+    ours divides by G - 1. Equal rewards get A = 0, as r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -116,7 +116,7 @@ def update(policy, optimizers, rollout, args):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args)  # (N, T) of b, with gradient
+                logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
                 (loss / rows).backward()

@@ -27,7 +27,7 @@ the weights of the reward model, and average over all tokens, as Schulman et al.
 PPO averages over the tokens of a completion first, as we do (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on one GPU
+    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on a GPU of 80 GB
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); 0 freezes V; else it acts only via --max_grad_norm and Adam's eps")
+        help="weight of (5); 0 freezes V; Adam undoes it, but for its eps and --max_grad_norm")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
@@ -144,7 +144,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["adv"], rollout["returns"] = gae(
         rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    # The returns contain V, so they cannot judge it. With V = 0 and lam = 1 gae sums later rewards.
+    # The returns contain V, so they cannot judge it. With V = 0 and lam = 1 gae sums the rewards.
     _, returns_to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)
     stats |= common.explained_variance(returns_to_go, rollout["values"], mask)
     if args.whiten:
@@ -159,10 +159,10 @@ def update(policy, value, optimizers, rollout, args):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
-                logp = common.token_logprobs(policy, b, args)  # (N, T) of b, with gradient
+                logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
                 (loss / rows).backward()
-                values = common.token_values(value, b, args)  # (N, T) of b, with gradient
+                values = common.token_values(value, b, args)  # the same, of V
                 v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(stats | v_stats)

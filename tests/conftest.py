@@ -215,13 +215,18 @@ def same(a, b):
 
 # policy_loss in numbers, collect and update: test_losses.py, test_ppo.py, test_every_script.py
 
+def class_of(name):
+    """my_tracker -> MyTracker"""
+    return name.title().replace("_", "")
+
 def call(function, given):
     """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
     asked = inspect.signature(function).parameters
     place = "random_rows" if function.__name__ == "policy_loss" else "Trainer"
     for name in asked.keys() - given.keys():
+        made = "" if place == "random_rows" else f", or give the copy a class {class_of(name)} that makes it"
         pytest.fail(f"{function.__name__} asks for `{name}`, which the rows of this test do not have: "
-                    f"add it to {place} in tests/conftest.py", pytrace=False)
+                    f"add it to {place} in tests/conftest.py{made}", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
@@ -258,10 +263,10 @@ class Trainer:
         self.collect()
 
     def collect(self):
-        """A copy may keep state of its own: `tracker` is a Tracker(), if the copy has such a class."""
+        """A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class."""
         for name in inspect.signature(self.script.collect).parameters.keys() - vars(self).keys():
-            if hasattr(self.script, name.title()):
-                setattr(self, name, getattr(self.script, name.title())())
+            if hasattr(self.script, class_of(name)):
+                setattr(self, name, getattr(self.script, class_of(name))())
         self.rollout, self.stats = call(self.script.collect, vars(self))
 
     def update(self):

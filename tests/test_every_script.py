@@ -91,7 +91,8 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
     taught = trainer.rollout["has_gradient"].nonzero().squeeze(1).tolist()
     assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
     for c, loss in zip(calls, losses, strict=True):
-        assert torch.equal(loss.old_logp, c.batch["old_logp"])
+        if "old_logp" in vars(loss):  # a copy without a ratio may do without
+            assert torch.equal(loss.old_logp, c.batch["old_logp"])
         for name, x in c.batch.items():
             whole = trainer.rollout[name][c.batch["row"]]
             assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() == 2 else whole), name
@@ -189,7 +190,8 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
     rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
     loss, gradient, stats = loss_of(script, rows, settings(script, **options))
     assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
-    assert stats["ratio_max"].isfinite()
+    numbers = [x for value in stats.values() for x in (value if isinstance(value, tuple) else [value])]
+    assert torch.tensor(numbers).isfinite().all()
 
 # --- whole runs
 

@@ -4,9 +4,9 @@
     python tests/results/run_all.py --work runs/results --jobs 2
 
 Each run is a process in --work; what is there already is not made again, so that a stopped program goes on.
-At the end the rows go into this folder, the pictures are drawn, and the numbers of the tables are printed:
+At the end the rows go into this folder, the pictures are drawn, and numbers of the tables are printed:
 those of README.md with five seeds, of tests/forks/README.md but for spo, tis and lora, and of
-tests/results/README.md but for the KL estimates, rounding and the price of thinking. The runs of the forks and
+tests/results/README.md but for the KL estimates, rounding and the price of thinking. Forks and the runs
 without the deviation are made in a copy of the repository, --work/tree.
 """
 import argparse
