@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); 0 freezes V; Adam undoes it, but for its eps and --max_grad_norm")
+        help="weight of (5); 0 freezes V; Adam cancels a factor, up to its eps and --max_grad_norm")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
