@@ -13,8 +13,8 @@ numbers in a hidden state. Small letters are for a part: a micro-batch has ids (
 A rollout is a dict with one row per completion:
     ids           (N, L)  prompt, then completion, padded on the right
     attention     (N, L)  1 on prompt and completion, 0 on padding
-    mask          (N, T)  float32; column t is token t of the completion. It is 1 on its tokens,
-                          the stop token included, and 0 after them
+    mask          (N, T)  float32; column t is for token t. 1 on the tokens of the completion, the
+                          stop token included, and 0 after them
     sampled_logp  (N, T)  log pi of each token, as the sampler computed it
     row           (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished      (N,)    True where a stop token ended the completion
@@ -290,7 +290,7 @@ class CachedModel:
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # cache: was past_key_values
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # new for past_key_values=
 
     def select(self, rows):
         """Make each row i a copy of row rows[i], which repeats or drops rows."""
@@ -404,7 +404,7 @@ def explained_variance(returns, values, mask):
 def evaluate(policy, tokenizer, problems, reward, args):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
     Accuracy is the share of right answers, whatever the reward function pays for. pass@k is the
-    chance that one of k answers is right. Its unbiased estimate is 1 - C(n - c, k) / C(n, k), where
+    chance that any of k answers is right. Its unbiased estimate is 1 - C(n - c, k) / C(n, k), where
     c of the n = --eval_samples answers are right (Chen et al. 2021, eq. 1)."""
     torch.manual_seed(args.seed)  # the same seed at every evaluation
     n = args.eval_samples
@@ -673,7 +673,7 @@ def rewards_of(reward, problems, rollout):
     return rewards.to(rollout["ids"].device)
 
 # ---- Grading ----
-# Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions,
+# Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions;
 # items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
 # paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
 # bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and
@@ -806,7 +806,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; a lone split gives a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; of a lone split, a fifth")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")

@@ -11,12 +11,12 @@ from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
-the mean of k3 over samples of pi is KL(pi || pi_ref). But backward does not see that pi makes the
-samples, so it misses part of grad KL. As grad x = -x grad log pi, grad k3 is (1 - x) grad log pi.
-Over samples of pi, grad log pi has the mean 0. As pi x = pi_ref, grad k3 has the mean -sum pi_ref
-grad log pi = grad KL(pi_ref || pi). --kl wk3 takes w_it k3 (DeepSeek-V3.2, arXiv 2512.02556). As
-grad w = w grad log pi, grad (w k3) = w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its
-mean over samples of pi_old is sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref): sum grad pi is 0.
+the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed.
+    k3: grad x = -x grad log pi, so grad k3 = (1 - x) grad log pi. As pi x = pi_ref, its mean over
+    samples of pi is -sum pi_ref grad log pi = grad KL(pi_ref || pi); sum is over the vocabulary.
+    w k3 (--kl wk3, DeepSeek-V3.2, arXiv 2512.02556): grad w = w grad log pi, so grad (w k3) =
+    w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its mean over samples of pi_old is
+    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref), as sum grad pi is 0.
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.
@@ -60,14 +60,14 @@ def parse_args(argv=None):
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
-    # The paper's range is for float32: once the weights move, bfloat16 rounding moves s further.
+    # In bfloat16 rounding moves s by more than the paper's range, once the weights have moved.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
     return args
 
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
-    0 in a group. The paper has no 1e-4, our guard against a tiny std, and does not say which std;
+    0 in a group. The 1e-4 is our guard against a tiny std. The paper does not say which std it is;
     ours divides by G - 1. Equal rewards get A = 0, as r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)

@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=common.non_negative_float, default=0.1,
-        help="weight of (5); 0 freezes V; Adam cancels a factor, up to its eps and --max_grad_norm")
+        help="weight of (5); 0 freezes V; Adam divides it out, so its size matters less")
     add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
@@ -162,7 +162,7 @@ def update(policy, value, optimizers, rollout, args):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
                 (loss / rows).backward()
-                values = common.token_values(value, b, args)  # the same, of V
+                values = common.token_values(value, b, args)  # V, with gradient
                 v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(stats | v_stats)
