@@ -121,7 +121,7 @@ def minibatches(rollout, count, group_size):
     grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
     texts are left out. Nothing is shuffled: every epoch and micro_batched make the same cuts."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
-    for part in rows.view(-1, group_size).tensor_split(count):  # of (P, G)
+    for part in rows.view(-1, group_size).tensor_split(count):  # (p, G)
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
@@ -290,7 +290,7 @@ class CachedModel:
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # new for past_key_values=
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # was past_key_values=
 
     def select(self, rows):
         """Make each row i a copy of row rows[i], which repeats or drops rows."""
@@ -394,7 +394,7 @@ def rollout_stats(rollout, group_size):
     return {name: value.item() for name, value in stats.items()}
 
 def explained_variance(returns, values, mask):
-    """Compute 1 - Var(returns - values) / Var(returns) over tokens; nothing if all are equal."""
+    """Compute 1 - Var(returns - values) / Var(returns) over tokens; {} if all returns are equal."""
     returns, values = returns[mask > 0], values[mask > 0]  # (M,) both
     if returns.var() < 1e-8:  # equal but for rounding
         return {}
@@ -555,7 +555,7 @@ def load_problems(args, tokenizer):
             held_out = [row for row, share in zip(train, shares) if share < 0.2]
             train = [row for row, share in zip(train, shares) if share >= 0.2]
     train = prepare(train, tokenizer, args, "train on")
-    # We choose at random, in the same way with every --seed. We prepare twice as many as are asked,
+    # We choose at random, in the same way with every --seed. We prepare twice --eval_problems,
     # because some may be left out. To prepare all of a large data set would take long.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     use = f"hold out ({args.eval_problems} are enough)"
@@ -806,7 +806,7 @@ def add_args(parser):
     add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
     add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; of a lone split, a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")

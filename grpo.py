@@ -13,10 +13,10 @@ from pi_old, reward each with r_i, and maximise J:
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
 the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed.
     k3: grad x = -x grad log pi, so grad k3 = (1 - x) grad log pi. As pi x = pi_ref, its mean over
-    samples of pi is -sum pi_ref grad log pi = grad KL(pi_ref || pi); sum is over the vocabulary.
+    samples of pi is sum (pi - pi_ref) grad log pi = grad KL(pi_ref || pi), as sum grad pi is 0.
     w k3 (--kl wk3, DeepSeek-V3.2, arXiv 2512.02556): grad w = w grad log pi, so grad (w k3) =
     w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its mean over samples of pi_old is
-    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref), as sum grad pi is 0.
+    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref). (Each sum is over the vocabulary.)
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.

@@ -13,10 +13,10 @@ from pi_old, reward each with r_i, and maximise J:
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
 the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed.
     k3: grad x = -x grad log pi, so grad k3 = (1 - x) grad log pi. As pi x = pi_ref, its mean over
-    samples of pi is -sum pi_ref grad log pi = grad KL(pi_ref || pi); sum is over the vocabulary.
+    samples of pi is sum (pi - pi_ref) grad log pi = grad KL(pi_ref || pi), as sum grad pi is 0.
     w k3 (--kl wk3, DeepSeek-V3.2, arXiv 2512.02556): grad w = w grad log pi, so grad (w k3) =
     w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its mean over samples of pi_old is
-    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref), as sum grad pi is 0.
+    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref). (Each sum is over the vocabulary.)
 
 There is no value model: the mean of the group is the baseline. There is no
 reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.
@@ -60,7 +60,7 @@ def parse_args(argv=None):
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
-    # In bfloat16 rounding moves s by more than the paper's range, once the weights have moved.
+    # In bfloat16 rounding moves s beyond the paper's range, once logp and old_logp round apart.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
     return args
@@ -168,7 +168,7 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
-            # Sampler and training pass compute the same mean log pi; this is how far they differ.
+            # It estimates the rounding: sampler and training pass compute the same mean log pi.
             logger.bar.write("warning: rounding moves s further than --eps_low: raise both eps")
         logger.log(step, stats, batch[0], rollout)
         if step % args.save_every == 0 or step == args.steps:
