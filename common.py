@@ -1,32 +1,30 @@
 """What the three scripts share: everything that is not the algorithm.
 
-The method   Log-probabilities, Batching, Optimiser: read these beside grpo.py.
-The sampler  Sampling: it writes the next token of every completion, then the next, and so on.
-The rest     Statistics, Evaluation, Errors, Models, Problems, Rewards, Grading, Command line, Run:
-             here you look things up.
+We guard what is silent and let what is loud be loud. Silent is what would train something else than
+you asked for, pay a wrong answer or lose work, without a word: there we check, and say in a line
+what to do. Every other mistake ends in Python's own traceback, which names the line.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G completions, which are the rows of a
 rollout; S tokens in the longest prompt, T in the longest completion, L in the longest row (prompt
-and completion); M completion tokens in a batch; V ids in the vocabulary (not the critic's V); H
-numbers in a hidden state. Small letters are for a part: a micro-batch has ids (n, l), mask (n, t).
+and completion); M completion tokens in a batch; V ids in the vocabulary; H numbers in a hidden
+state. Small letters are for a part: a micro-batch has ids (n, l) and mask (n, t).
 
 A rollout is a dict with one row per completion:
-    ids           (N, L)  prompt, then completion, padded on the right
-    attention     (N, L)  1 on prompt and completion, 0 on padding
-    mask          (N, T)  float32; column t is for token t. 1 on the tokens of the completion, the
-                          stop token included, and 0 after them
-    sampled_logp  (N, T)  log pi of each token, as the sampler computed it
-    row           (N,)    0 ... N-1, so that micro_batched can put results back in place
-    finished      (N,)    True where a stop token ended the completion
-    has_gradient  (N,)    False where a script finds that the gradient of a row is exactly 0, else
-                          True. micro_batches leaves the rows with False out; their old_logp is 0
-    texts         a list of N completions
+    ids            (N, L)  prompt, then completion, padded on the right
+    attention      (N, L)  1 on prompt and completion, 0 on padding
+    prompt_length  (N,)    token t of a completion is in column prompt_length + t of ids
+    mask           (N, T)  float32; 1 on the tokens of the completion, its stop token included. A
+                           fork may set some of them to 0: they are read, but not trained
+    sampled_logp   (N, T)  log pi of each token, as the sampler computed it
+    row            (N,)    0 ... N-1, so that micro_batched can put results back in place
+    finished       (N,)    True where a stop token ended the completion
+    has_gradient   (N,)    False where a script finds that the gradient of a row is exactly 0
+    texts          a list of N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
 """
 import argparse
-import contextlib
-import copy
 import glob
+import inspect
 import json
 import math
 import os
@@ -34,57 +32,39 @@ import random
 import re
 import shutil
 import sys
-import textwrap
 import time
-from argparse import BooleanOptionalAction
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+import datasets
 import torch
-from filelock import FileLock  # torch needs and installs it
-from torch.nn.functional import cross_entropy
+import transformers
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-TOY = str((Path(__file__).parent / "tests/toy").resolve())  # default model and problems
-
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, args):
     """Compute log pi of the completion tokens, where pi = softmax(logits / --temperature).
-    Takes ids and attention (N, L) and mask (N, T); returns (N, T) float32, 0 outside the mask."""
+    Returns (N, T) float32, which is 0 where the mask is 0."""
     index, hidden, target = completion_states(model, batch, args)
     logp = chunked_logprobs(model, hidden, target, args.temperature)  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
-def token_values(model, batch, args):
-    """Compute the critic's value of the state before each completion token, (N, T) float32."""
-    index, hidden, _ = completion_states(model, batch, args)
-    # load_value has added the head `score` to the model.
-    values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)  # (M,)
-    return values.new_zeros(batch["mask"].shape).index_put(index, values)
-
 def completion_states(model, batch, args):
-    """Run the body of the model and find the states that predict the M completion tokens.
+    """Run the body of the model and find the states that predict the M tokens with mask 1.
     Returns, for each of these tokens: its place in (N, T), as a pair of indices (M,); the hidden
     state one position before it, (M, H); its id, (M,). Nothing else in training shifts by one."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: a place in (N, T)
-    prompt_lengths = batch["attention"].sum(1) - batch["mask"].sum(1).long()  # (N,)
-    position = prompt_lengths[i] + t  # (M,) in (N, L)
+    column = batch["prompt_length"][i] + t  # (M,) the same place in (N, L)
     # No attention mask: padding is on the right, and causal attention never looks there.
-    with autocast(args):
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
-    return (i, t), hidden[i, position - 1], batch["ids"][i, position]
+    return (i, t), hidden[i, column - 1], batch["ids"][i, column]
 
-def autocast(args):
-    """Return the context of mixed precision: float32 weights, matrix products in --dtype. The
-    bfloat16 copies of the weights live until the context ends, so generate opens one context for
-    all its tokens."""
-    return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-# Training and sampling make at most this many logits, tokens x V, at a time: .27 GB in float32.
-CHUNK = 2 ** 26
+CHUNK = 2 ** 26  # logits, tokens x V, that training makes at a time: .27 GB in float32
 
 def chunked_logprobs(model, hidden, target, temperature):
     """Compute log softmax(logits / temperature)[target], (M, H) and (M,) -> (M,).
@@ -105,15 +85,13 @@ def head_logits(model, hidden):
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    config = model.config.get_text_config()  # the text part, if the model also reads images
+    # A few families scale or cap their logits; check_model finds those that we do not know.
+    config = model.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
-    if factor != 1:
-        logits = factor * logits
+    logits = logits if factor == 1 else factor * logits
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    return logits
+    return cap * (logits / cap).tanh() if cap else logits
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
@@ -125,209 +103,177 @@ def minibatches(rollout, count, group_size):
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
-def micro_batches(batch, tokens, doing="update"):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that is
-    longer than that is a micro-batch by itself. Rows without a gradient are left out. The others
-    are sorted by length, so that there is little padding, and each micro-batch is trimmed to its
-    longest row. `doing` is the text of the progress bar."""
+def micro_batches(batch, tokens):
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
+    is one by itself. Rows without a gradient are left out, the others sorted by length, so that
+    there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
-    lengths, order = batch["attention"].sum(1).sort(descending=True)
-    lengths = lengths.tolist()
-    begin, cuts = 0, []
-    # Row `begin` is the longest of its micro-batch. A row joins while rows x longest <= tokens.
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or (end + 1 - begin) * lengths[begin] > tokens:
-            cuts.append((begin, end))
-            begin = end
-    for begin, end in progress(cuts, doing, "micro-batch"):
-        part = {name: value[order[begin:end]] for name, value in batch.items()}
-        l, t = lengths[begin], int(part["mask"].sum(1).max())
+    ends, order = batch["attention"].sum(1).sort(descending=True)
+    T, parts = batch["mask"].shape[1], []
+    while len(order) > 0:
+        # The first row is the longest one, so it says how many rows there is room for.
+        n = max(1, tokens // int(ends[0]))
+        parts.append(order[:n])
+        ends, order = ends[n:], order[n:]
+    for rows in progress(parts, "micro-batches"):
+        part = {name: value[rows] for name, value in batch.items()}
+        ends = part["attention"].sum(1)  # (n,)
+        l, t = int(ends.max()), int((ends - part["prompt_length"]).max())
         for name, value in part.items():
             if name in ("ids", "attention"):
                 part[name] = value[:, :l]
-            elif value.dim() == 2:  # (n, T); adv may be (n, 1)
+            elif value.shape[1:] == (T,):  # a fork's columns may be of another kind
                 part[name] = value[:, :t]
         yield part
 
 def micro_batched(function, model, rollout, args):
-    """Compute `function`, which is token_logprobs or token_values, of a whole rollout: (N, T).
-    This uses the micro-batches of update. In other micro-batches a bfloat16 log-prob would be
-    rounded differently, and the ratio would not be 1 before the first optimiser step."""
+    """Compute `function`, such as token_logprobs, of a whole rollout: (N, T). Rows without a
+    gradient are not computed, and are NaN. The micro-batches are those of update: in others, a
+    bfloat16 log-prob would be rounded differently, and the first ratio would not be 1."""
     result = torch.zeros_like(rollout["mask"])
+    result[~rollout["has_gradient"]] = math.nan
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
-        for b in micro_batches(minibatch, args.micro_batch_tokens, "log-probs"):
+        for b in micro_batches(minibatch, args.micro_batch_tokens):
             result[b["row"], :b["mask"].shape[1]] = function(model, b, args)
     return result
 
+def padded(rows, device, side="right"):
+    """Lay out lists of ids as a tensor, (rows, longest). Returns it and a mask of what is real."""
+    rows = [torch.tensor(row, device=device) for row in rows]
+    return [pad_sequence(parts, batch_first=True, padding_side=side)
+            for parts in (rows, [torch.ones_like(row) for row in rows])]
+
+def progress(items, doing):
+    """Iterate over `items`. In a terminal, what takes over 2 seconds gets a progress bar."""
+    return tqdm(items, doing, leave=False, disable=None, delay=2)
+
 # ---- Optimiser ----
-class Optimizer:
+class Optimizer(torch.optim.AdamW):
     """AdamW with warm-up and norm clipping. The weights are float32, because bfloat16 keeps 8 bits:
     a weight of .02 that moves by --lr 1e-6 would be rounded to where it was."""
     def __init__(self, model, lr, args, eps=1e-8):
-        self.lr, self.args = lr, args
-        self.steps_taken = 0
-        self.weights = list(model.parameters())
-        self.adamw = torch.optim.AdamW(
-            self.weights, lr, betas=(0.9, 0.95),  # .999 would average over 1000 steps
-            eps=eps, weight_decay=0.0, fused=True)
+        super().__init__(
+            model.parameters(), eps=eps, weight_decay=0.0, fused=True,
+            betas=(0.9, 0.95))  # .999, PyTorch's default, would average over 1000 steps
+        self.full_lr, self.args = lr, args
+        self.param_groups[0]["steps"] = 0  # here, because state_dict saves what is in a group
 
-    def step(self, prefix=""):
-        """Take one step and clear the gradient. There is no step if the gradient is not finite, or
-        if it is 0, because then Adam's momentum alone would move the weights.
+    def clip_and_step(self, prefix=""):
+        """Clip the gradient, take one step and clear the gradient. There is no step if the gradient
+        is not finite, or if it is 0, because then Adam's momentum alone would move the weights.
         Returns statistics, whose names begin with `prefix`."""
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm).item()
+        group = self.param_groups[0]
+        norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
         if math.isfinite(norm) and norm > 0:
             stats["grad_norm"] = (norm, 1)
-            self.steps_taken += 1
-            warm_up = min(1, self.steps_taken / max(1, self.args.warmup_steps))
-            self.adamw.param_groups[0]["lr"] = self.lr * warm_up
-            self.adamw.step()
-        self.adamw.zero_grad()
+            group["steps"] += 1
+            group["lr"] = self.full_lr * min(1, group["steps"] / max(1, self.args.warmup_steps))
+            self.step()
+        self.zero_grad()
         return {prefix + name: value for name, value in stats.items()}
-
-    def state_dict(self):
-        """Return what a resumed run needs besides the weights."""
-        return {"adamw": self.adamw.state_dict(), "steps_taken": self.steps_taken}
-
-    def load_state_dict(self, state):
-        """Go on from `state`. The model has its weights already."""
-        self.adamw.load_state_dict(state["adamw"])
-        self.steps_taken = state["steps_taken"]
 
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size, temperature, args):
-    """Sample group_size completions of each of P prompts (lists of ids); returns a rollout.
-    A token comes from softmax(logits / temperature) and nothing else; at temperature 0 it is the
-    likeliest one. We do not use transformers' generate, because it adds the model's own top_k,
-    reads a prompt once for each completion, and keeps finished rows to the end."""
-    if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
-        fail(f"--model {args.model}: has no embedding of a token that is in a prompt")
+    """Sample group_size completions of each of P prompts (lists of ids); returns a rollout. Tokens
+    come from softmax(logits / temperature); at temperature 0 we take the likeliest. transformers'
+    generate would add the model's own top_k, read a prompt for each completion, and keep finished
+    rows to the end."""
     model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
-    with autocast(args):
-        tokens, logp = sample(model, prompts, group_size, temperature, stop, args)
+    # One context for all tokens, because the bfloat16 copies of the weights live until it ends.
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        tokens, logp = sample(model, prompts, group_size, temperature, stop, args.max_new_tokens)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
     mask = is_stop.cumsum(1) - is_stop.long() == 0  # up to the first stop token, and on it
-    lengths = mask.sum(1).tolist()
-    mask = mask[:, :max(lengths)].float()  # (N, T)
-    completions = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
-    rows = [torch.tensor(prompts[i // group_size] + c, device=model.device)
-            for i, c in enumerate(completions)]
+    T, finished = mask.sum(1).max(), is_stop.any(1)
+    completions = [row[keep].tolist() for row, keep in zip(tokens, mask)]
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    ids, attention = padded([p + c for p, c in zip(prompts, completions)], model.device)  # (N, L)
+    # The text is without the stop token. Other special tokens stay: they may mark the answer.
+    written = [row[:-1] if ended else row for row, ended in zip(completions, finished)]
+    mask = mask[:, :T].float()  # (N, T)
     return {
-        "ids": pad_sequence(rows, batch_first=True),
-        "attention": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "ids": ids,
+        "attention": attention,
+        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=model.device),
         "mask": mask,
-        "sampled_logp": logp[:, :max(lengths)] * mask,
-        "row": torch.arange(len(rows), device=model.device),
-        "finished": is_stop.any(1),
-        "has_gradient": torch.ones(len(rows), dtype=torch.bool, device=model.device),
-        "texts": tokenizer.batch_decode(completions, skip_special_tokens=True)}
+        "sampled_logp": logp[:, :T] * mask,
+        "row": torch.arange(len(ids), device=model.device),
+        "finished": finished,
+        "has_gradient": torch.ones(len(ids), dtype=torch.bool, device=model.device),
+        "texts": tokenizer.batch_decode(written)}
 
-def sample(model, prompts, group_size, temperature, stop, args):
-    """Write one token per row at a time. Returns the tokens and their log pi, (N, max_new_tokens)
-    both. Dropping rows copies the cache, so a row with its stop token goes on until more than half
-    of the rows are finished. generate cuts off what comes after the stop token."""
-    N, T = len(prompts) * group_size, args.max_new_tokens
-    cached = CachedModel(model, prompts, group_size, args)
-    active = torch.arange(N, device=model.device)  # (n,) rows that are not dropped
-    running = torch.ones_like(active, dtype=torch.bool)  # (n,) without a stop token yet
-    tokens = torch.zeros(N, T, dtype=torch.long, device=model.device)
-    sampled_logp = torch.zeros(N, T, device=model.device)
-    # draw makes several copies of its logits, one in float64, so it gets at most a CHUNK at a time.
-    size = CHUNK // len(model.get_output_embeddings().weight)
-    for t in progress(range(T), "sampling", "token"):
+def stop_ids(model, tokenizer):
+    """Return the ids that end a completion: the end-of-sequence tokens of model and tokenizer, and
+    the token with which the chat template ends a turn (in Qwen2.5's base models it is another)."""
+    eos = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
+        first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        stops |= set(first) & set(tokenizer.all_special_ids)
+    return sorted(stops)
+
+def sample(model, prompts, group_size, temperature, stop, T):
+    """Write up to T tokens per row, one at a time. Returns the tokens and their log pi, (N, T).
+    Prompts are padded on the left, so that the next token of every row goes into the same column.
+    A prompt is read once, and its cache is copied for its group. Dropping rows copies the cache,
+    so a row with its stop token goes on until more than half of the rows have theirs."""
+    device = model.device
+    ids, attention = padded(prompts, device, "left")  # (P, S) both
+    # On a GPU the reader is a RecordedReader, which does the same faster: see CUDA graphs.
+    reader = getattr(model, "reader", Reader)(model, attention.shape[1] + T)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
+    hidden = reader.read(ids, attention, positions)  # (P, H)
+    rows = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,)
+    reader.select(rows)  # from P rows to N
+    hidden, attention, position = hidden[rows], attention[rows], attention.sum(1)[rows]
+    active = torch.arange(len(rows), device=device)  # (n,) the rows that are not dropped
+    running = torch.ones_like(active, dtype=torch.bool)  # (n,) True before the stop token
+    tokens = torch.zeros(len(rows), T, dtype=torch.long, device=device)
+    sampled_logp = torch.zeros(len(rows), T, device=device)
+    for t in progress(range(T), "sampling"):
         if t > 0:
-            cached.read(token)
-        drawn = [draw(head_logits(model, h), temperature) for h in cached.hidden.split(size)]
-        token, logp = map(torch.cat, zip(*drawn))  # (n,) both
+            attention = pad(attention, (0, 1), value=1)
+            hidden = reader.read(token[:, None], attention, position[:, None])  # (n, H)
+            position = position + 1
+        token, logp = draw(head_logits(model, hidden), temperature)  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
-        running &= ~torch.isin(token, stop)
-        if t % 4 == 0:  # not at every token, because counting the rows waits for the GPU
+        running = running & ~torch.isin(token, stop)
+        # Not at every token, because counting the rows waits for the GPU.
+        if t % 4 == 0 and running.sum() < len(running) / 2:
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
                 break
-            if len(left) < len(active) / 2:
-                cached.select(left)
-                active, running, token = active[left], running[left], token[left]
+            reader.select(left)
+            active, running, token = active[left], running[left], token[left]
+            attention, position = attention[left], position[left]
     return tokens, sampled_logp
 
-class CachedModel:
-    """A model and its key-value cache. It reads each prompt once for its group, and then a token of
-    every row at a time; `hidden` (n, H) is the state that predicts the next token. Prompts are
-    padded on the left, so that the next token of every row goes into the same column.
+class Reader:
+    """A model and its key-value cache, which has room for `columns` tokens."""
+    def __init__(self, model, columns):
+        self.model, self.cache = model, GrowingCache(config=model.config)
 
-    On a GPU, reading one token takes some thousand short kernels, and Python needs longer to launch
-    them one by one than the GPU needs to run them. So we record them once, as a CUDA graph, and
-    then replay the graph for every token: the same kernels on the same tensors, without Python.
-    Shapes cannot change, so the cache has all its columns from the beginning, and whatever a
-    replay should see must be written into the recorded tensors in place."""
-    def __init__(self, model, prompts, group_size, args):
-        from transformers import DynamicCache, StaticCache
-        self.model = model
-        S = max(map(len, prompts))
-        self.cache = in_one_dtype(DynamicCache)(config=model.config)
-        # A sliding-window layer counts its tokens in Python, which a replay does not run.
-        self.use_graph = (args.cuda_graphs and model.device.type == "cuda"
-                          and not any(self.cache.is_sliding))
-        if self.use_graph:
-            self.cache = in_one_dtype(StaticCache)(
-                config=model.config, max_cache_len=S + args.max_new_tokens)
-        parts = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-        ones = [torch.ones_like(part) for part in parts]
-        ids = pad_sequence(parts, batch_first=True, padding_side="left")  # (P, S)
-        real = pad_sequence(ones, batch_first=True, padding_side="left")  # (P, S) 0 on padding
-        self.hidden = self.forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))  # (P, H)
-        self.position = real.sum(1)  # (P,) of the next token
-        self.columns = S  # filled so far
-        self.attention = torch.nn.functional.pad(real, (0, args.max_new_tokens))
-        rows = torch.arange(len(prompts) * group_size, device=model.device)  # (N,)
-        self.select(rows // group_size)  # from P rows to N
-
-    def forward(self, ids, attention, positions):
+    def read(self, ids, attention, positions):
         """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            cache=self.cache, use_cache=True).last_hidden_state[:, -1]  # was past_key_values=
+            cache=self.cache, use_cache=True).last_hidden_state[:, -1]
 
     def select(self, rows):
         """Make each row i a copy of row rows[i], which repeats or drops rows."""
         self.cache.reorder_cache(rows)
-        self.hidden, self.position = self.hidden[rows], self.position[rows]
-        self.attention = self.attention[rows]
-        self.graph = None  # a graph reads the tensors that it was recorded with; these are new
 
-    def read(self, token):
-        """Read one more token of each row, (n,)."""
-        self.attention[:, self.columns] = 1  # in place: the graph reads it
-        self.columns += 1
-        if not self.use_graph:
-            attention = self.attention[:, :self.columns]
-            self.hidden = self.forward(token[:, None], attention, self.position[:, None])
-        elif self.graph is None:
-            self.token = token  # the graph will read its token here
-            inputs = self.token[:, None], self.attention, self.position[:, None]
-            # This call is not recorded: a library may allocate memory when it is called first.
-            self.hidden = self.forward(*inputs)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # inside, kernels are recorded and not run
-                self.output = self.forward(*inputs)
-        else:
-            self.token.copy_(token)
-            self.graph.replay()  # writes self.output
-            self.hidden = self.output
-        self.position += 1  # changed in place, too
-
-def in_one_dtype(cache_class):
-    """Derive a class of caches whose keys have the dtype of the values. Under autocast a rotated
-    key is float32 and a value bfloat16: DynamicCache would hold both in float32, and StaticCache
-    would fail."""
-    class Cache(cache_class):
-        def update(self, keys, values, *args, **kwargs):
-            return super().update(keys.to(values.dtype), values, *args, **kwargs)
-    return Cache
+class GrowingCache(transformers.DynamicCache):
+    """A cache that grows with each token. It holds keys in the dtype of the values: under autocast
+    a rotated key is float32 and a value bfloat16, and DynamicCache would hold both in float32."""
+    def update(self, keys, values, *args, **kwargs):
+        return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
     """Draw one id per row from pi = softmax(logits / temperature); at 0 take the likeliest.
@@ -344,12 +290,6 @@ def draw(logits, temperature):
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
-
-def stop_ids(model, tokenizer):
-    """Return the ids that end a completion; chat models have several."""
-    eos = model.generation_config.eos_token_id
-    several = eos if isinstance(eos, list) else [eos]
-    return sorted({tokenizer.eos_token_id, *several} - {None})
 
 # ---- Statistics ----
 def means(logged):
@@ -369,280 +309,210 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    The sampler and the training pass compute the same log pi in different ways. Two numbers measure
-    how far apart they are. Both are root mean squares of the difference: sampling_logp_difference
-    is over tokens; sampling_sequence_difference first takes the mean of each completion, as GSPO's
-    s does. They should be no more than rounding; a larger difference is a bug."""
+    Sampler and training pass compute the same log pi in different ways. The root mean square of the
+    difference, over tokens (sampling_logp_difference) and over the means of completions, of which
+    GSPO's s is made (sampling_sequence_difference), should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
-    tokens, lengths = mask.sum(), mask.sum(1)
+    computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
+    counts = (mask > 0) & computed[:, None]  # (N, T)
+    difference = (rollout["old_logp"] - rollout["sampled_logp"]) * mask  # (N, T)
+    mean_difference = difference.sum(1) / mask.sum(1).clamp(min=1)  # (N,)
     stats = {
         "reward": groups.mean(),
-        "completion_length": lengths.mean(),
+        "completion_length": mask.sum(1).mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -rollout["sampled_logp"].sum() / tokens}  # estimated from the samples
-    computed = rollout["has_gradient"]  # (N,) the others have no old_logp
-    if computed.any():
-        difference = (rollout["old_logp"] - rollout["sampled_logp"])[computed]  # (n, T)
-        stats["sampling_logp_difference"] = difference[mask[computed] > 0].square().mean().sqrt()
-        difference = difference.sum(1) / lengths[computed]  # (n,)
-        stats["sampling_sequence_difference"] = difference.square().mean().sqrt()
+        "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),  # estimated by samples
+        "sampling_logp_difference": difference[counts].square().mean().sqrt(),
+        "sampling_sequence_difference": mean_difference[computed].square().mean().sqrt()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3, whatever --kl is; outside the mask it is 0
-        log_x = rollout["ref_logp"] - rollout["old_logp"]  # (N, T)
-        stats["kl"] = (log_x.exp() - log_x - 1).sum() / tokens
-    return {name: value.item() for name, value in stats.items()}
-
-def explained_variance(returns, values, mask):
-    """Compute 1 - Var(returns - values) / Var(returns) over tokens; {} if all returns are equal."""
-    returns, values = returns[mask > 0], values[mask > 0]  # (M,) both
-    if returns.var() < 1e-8:  # equal but for rounding
-        return {}
-    return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
+    if "ref_logp" in rollout:  # k3, whatever --kl is
+        log_x = (rollout["ref_logp"] - rollout["old_logp"]) * mask  # (N, T)
+        stats["kl"] = (log_x.exp() - log_x - 1).nansum() / counts.sum()
+    return {name: value.item() for name, value in stats.items() if not value.isnan()}
 
 # ---- Evaluation ----
-def evaluate(policy, tokenizer, problems, reward, args):
+def evaluate(policy, tokenizer, problems, reward, args, step):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
-    Accuracy is the share of right answers, whatever the reward function pays for. pass@k is the
-    chance that any of k answers is right. Its unbiased estimate is 1 - C(n - c, k) / C(n, k), where
-    c of the n = --eval_samples answers are right (Chen et al. 2021, eq. 1)."""
+    Accuracy is the share of right answers, whatever the reward function pays for; without gold
+    answers there is none. The samples are written to completions/held-out-STEP.jsonl."""
+    def mean(records, name):
+        return torch.tensor([float(record[name]) for record in records]).mean().item()
     torch.manual_seed(args.seed)  # the same seed at every evaluation
-    n = args.eval_samples
-    rewards, right, length = sample_rewards(
-        policy, tokenizer, problems, reward, n, args.temperature, args)
-    result = {"eval_reward": rewards.mean().item(), "eval_completion_length": length}
-    if not args.answer_column:
-        return result  # without gold answers there is no accuracy
-    _, greedy, _ = sample_rewards(policy, tokenizer, problems, reward, 1, 0.0, args)
-    result |= {"eval_accuracy": greedy.mean().item(), "eval_sampled_accuracy": right.mean().item()}
-    for k in [2 ** i for i in range(1, n.bit_length())]:  # 2, 4, 8 ... up to n
-        misses = [math.comb(n - c, k) / math.comb(n, k) for c in right.sum(1).int().tolist()]
-        result[f"eval_pass@{k}"] = 1 - sum(misses) / len(misses)
-    return result
+    sampled = attempts(policy, tokenizer, problems, reward, args.temperature, args)
+    write_records(args, f"held-out-{step}", sampled)
+    stats = {"eval_reward": mean(sampled, "reward"),
+             "eval_completion_length": mean(sampled, "tokens")}
+    if args.answer_column:
+        greedy = attempts(policy, tokenizer, problems, answer_reward, 0.0, args)
+        stats["eval_accuracy"] = mean(greedy, "right")
+        stats["eval_sampled_accuracy"] = mean(sampled, "right")
+    return stats
 
-def sample_rewards(policy, tokenizer, problems, reward, n, temperature, args):
-    """Sample n completions of each problem. Returns their rewards and whether their answers are
-    right, both (problems, n), and their mean length."""
-    rewards, right, lengths = [], [], []
+def attempts(policy, tokenizer, problems, reward, temperature, args):
+    """Sample a completion of each problem, and return the records of all."""
+    records, size = [], args.prompts * args.group_size  # as many rows as a rollout has
     problems = sorted(problems, key=lambda problem: len(problem["prompt"]))  # little padding
-    size = max(1, args.prompts * args.group_size // n)  # size x n is the N of a rollout
-    for start in progress(range(0, len(problems), size), f"temperature {temperature:g}", "batch"):
+    for start in progress(range(0, len(problems), size), "evaluating"):
         part = problems[start:start + size]
-        rollout = generate(policy, tokenizer, [p["prompt"] for p in part], n, temperature, args)
-        rewards.append(rewards_of(reward, part, rollout).view(-1, n))
-        answers = [problem["answer"] for problem in part for _ in range(n)]
-        right += map(math_reward, rollout["texts"], answers)
-        lengths.append(rollout["mask"].sum(1))
-    return torch.cat(rewards), torch.tensor(right).view(-1, n), torch.cat(lengths).mean().item()
+        rollout = generate(policy, tokenizer, [p["prompt"] for p in part], 1, temperature, args)
+        rollout["rewards"] = rewards_of(reward, part, rollout)
+        records += records_of(part, rollout)
+    return records
 
-# ---- Errors ----
-def fail(message, status=2):
-    """Say in one line what is wrong and exit."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(status)
-
-@contextlib.contextmanager
-def or_fail(message):
-    """Turn any error inside into one line: libraries raise errors of all kinds and lengths."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise  # launch says what to do
-    except Exception as error:
-        # The error that datasets raises says little; its __cause__ says what is wrong with a file.
-        reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
-        fail(f"{message}: {textwrap.shorten('; '.join(reasons), 400)}")
+def records_of(problems, rollout):
+    """List the completions of a rollout, as dicts with what one wants to know of each."""
+    texts, mask = rollout["texts"], rollout["mask"]
+    problems = [p for p in problems for _ in range(len(texts) // len(problems))]
+    columns = {
+        "question": [p["question"] for p in problems],
+        "answer": [extract_answer(p["answer"]) or p["answer"] for p in problems],
+        "completion": texts,
+        "right": [math_reward(text, p["answer"]) == 1 for text, p in zip(texts, problems)],
+        "reward": rollout["rewards"].tolist(),
+        "tokens": mask.sum(1).int().tolist(),
+        "cut_off": (~rollout["finished"]).tolist()}
+    if "adv" in rollout:  # in ppo.py the mean over the tokens
+        columns["advantage"] = ((rollout["adv"] * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 # ---- Models ----
 def load_policy(args, adapt=lambda policy, args: None):
-    """Load --model, without dropout, and its tokenizer. Stop if they do not fit the scripts, lower
-    args.max_prompt_tokens to the room there is, and set args.cuda_graphs to False if graphs fail.
+    """Load --model and its tokenizer. Refuse a model that would be trained wrongly.
     A fork may give `adapt`, which changes the model before it takes memory on the GPU."""
-    import transformers  # takes seconds: not before the flags are known to be good
-    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print(f"loading {args.model} and {args.dataset}")
-    with or_fail(f"--model {args.model}: cannot be loaded on --device {args.device}"):
-        policy, found = transformers.AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=torch.float32, output_loading_info=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        adapt(policy, args)
-        policy.to(args.device)
-        if args.gradient_checkpointing:
-            policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
+    config = transformers.AutoConfig.from_pretrained(args.model)
+    text = config.get_text_config()  # of the text part, if the model also reads images
+    for name, value in vars(text).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(text, name, 0.0)  # dropout, or noise in a router, would move the ratio from 1
+    room = getattr(text, "max_position_embeddings", None) or math.inf
+    if args.max_prompt_tokens + args.max_new_tokens > room:
+        sys.exit(f"--max_prompt_tokens and --max_new_tokens: --model has {room} positions in all")
+    policy, found = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:  # transformers would give them random values
-        fail(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
+        sys.exit(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
     # config.json may be that of another model, or an adapter may not be merged.
     for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
         print(f"warning: --model has weights that are not used: {name}")
-    room = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if room <= args.max_new_tokens:
-        fail(f"--max_new_tokens {args.max_new_tokens}: --model has {room} positions in all")
-    args.max_prompt_tokens = min(args.max_prompt_tokens, room - args.max_new_tokens)
-    print(f"{policy.num_parameters() / 1e6:.2f}M parameters")
-    print(*(f"{name}={value}" for name, value in vars(args).items()))
-    switch_off_noise(policy)
-    policy.train()  # gradient checkpointing works in this mode only
-    with or_fail(f"--model {args.model}: {type(policy).__name__} is not supported"):
-        try:
-            check_model(policy, tokenizer, args)
-        except Exception:  # not every model works with CUDA graphs
-            args.cuda_graphs = False
-            check_model(policy, tokenizer, args)
-            print("warning: CUDA graphs do not work with this model: sampling without")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    adapt(policy, args)
+    policy.to(args.device).train()  # gradient checkpointing works in training mode only
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable()  # gradient_checkpointing_enable's new name
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a slow plan for every new shape
+    check_model(policy, tokenizer, args)
+    if args.device == "cuda":
+        use_graphs(policy, tokenizer, args)
     if args.dtype == "bfloat16":
         # From here on the float32 head multiplies in TF32, which has 11 bits; bfloat16 has 8.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
 
-def switch_off_noise(policy):
-    """Set dropout (p, *drop*) and router noise (*jitter*) to 0, as noise alone would move the ratio
-    from 1. Some layers read them from the config in every forward pass."""
-    for holder in (*policy.modules(), policy.config.get_text_config()):
-        for name, value in vars(holder).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
-                setattr(holder, name, 0.0)
-
-def load_value(policy):
-    """Make PPO's value model: a copy of the policy with a scalar head that starts at 0."""
-    # completion_states runs model.base_model, which for a body is the body itself.
-    model = copy.deepcopy(policy.base_model)
-    weight = policy.get_output_embeddings().weight  # (V, H)
-    model.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
-    torch.nn.init.zeros_(model.score.weight)
-    torch.nn.init.zeros_(model.score.bias)
-    return model
-
 @torch.no_grad()
 def check_model(model, tokenizer, args):
-    """Raise ValueError if the log-probs of the sampler or of the training pass are not those of the
-    model's own forward pass. This happens where head_logits does not scale or cap the logits as the
-    model does, where training is random, and where a cache does not fit. The check is in float32,
-    where only rounding may differ. It uses two random prompts: one as long as a run allows, and one
-    of 3 tokens, which the sampler has to pad."""
-    # Token 1 comes after the prompt, 2 after the read that records a graph, 3 and 4 after replays.
-    T = 4
+    """Stop if the log-probs of the sampler or of the training pass are not those of the model's own
+    forward pass: head_logits may not scale or cap the logits as the model does, training may be
+    random, a cache may not fit. In float32, only rounding may differ. One random prompt is as long
+    as a run allows; the sampler has to pad the other."""
+    T = 4  # with CUDA graphs: a prompt, the token that is recorded, and two replays
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
-    settings = copy.copy(args)
-    settings.dtype, settings.max_new_tokens, settings.temperature = "float32", T, 1.0
+    args = argparse.Namespace(**vars(args) | dict(dtype="float32", max_new_tokens=T, temperature=1))
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
     prompts = [rng.choices(vocabulary, k=length) for length in (longest, 3)]
-    rollout = generate(model, tokenizer, prompts, 1, 1.0, settings)
-    trained = token_logprobs(model, rollout, settings)  # (2, T)
+    rollout = generate(model, tokenizer, prompts, 1, 1.0, args)
+    found = {"sampler": rollout["sampled_logp"],
+             "training pass": token_logprobs(model, rollout, args)}  # (2, T) both
     model.eval()
     for i, prompt in enumerate(prompts):
         ids = rollout["ids"][i, :rollout["attention"][i].sum()]  # (L,)
         logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1:-1]  # (T, V)
         own = -cross_entropy(logits.float(), ids[len(prompt):], reduction="none")  # (T,)
-        for name, found in (("sampler", rollout["sampled_logp"]), ("training pass", trained)):
-            difference = (found[i, :len(own)] - own).abs().max()
-            if not difference < 1e-3:  # so written, nan fails too
-                raise ValueError(f"log-probs of the {name} are off by {difference:.2g}")
+        for name, logp in found.items():
+            error = (logp[i, :len(own)] - own).abs().max()
+            if not error < 1e-3:  # so written, nan fails too
+                sys.exit(f"--model {args.model}: {type(model).__name__} is not supported: "
+                         f"the log-probs of the {name} are off by {error:.2g}")
     model.train()
 
 # ---- Problems ----
+MOST_ROWS = 400_000  # of a split; as Python objects, more would take over 4 GB of memory
+
 def load_problems(args, tokenizer):
-    """Load the training and the held-out problems.
-    A problem is a row of --dataset with "question" and "answer" (texts) and "prompt" (ids)."""
+    """Load the training and the held-out problems. A problem is a row of --dataset, with "question"
+    and "answer" as texts and "prompt", a list of ids."""
     splits = read_dataset(args.dataset)
-    with or_fail(f"--split, --eval_split: --dataset {args.dataset} has {', '.join(splits)}"):
-        train = splits[args.split]
-        if len(splits) > 1 and args.split != args.eval_split:
-            held_out = splits[args.eval_split]
-        else:
-            # Hold out a fifth. The question seeds the draw, so that equal ones stay together.
-            shares = [random.Random(str(row.get(args.question_column))).random() for row in train]
-            held_out = [row for row, share in zip(train, shares) if share < 0.2]
-            train = [row for row, share in zip(train, shares) if share >= 0.2]
-    train = prepare(train, tokenizer, args, "train on")
-    # We choose at random, in the same way with every --seed. We prepare twice --eval_problems,
-    # because some may be left out. To prepare all of a large data set would take long.
+    train = rows_of(splits[args.split], args)
+    if len(splits) > 1 and args.split != args.eval_split:
+        held_out = rows_of(splits[args.eval_split], args)
+    else:  # hold out a fifth. The question seeds the draw, so that equal ones stay together
+        shares = [random.Random(str(row[args.question_column])).random() for row in train]
+        held_out = [row for row, share in zip(train, shares) if share < 0.2]
+        train = [row for row, share in zip(train, shares) if share >= 0.2]
+    # They are drawn in the same way with every --seed; twice as many, as some may be left out.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
-    use = f"hold out ({args.eval_problems} are enough)"
-    return train, prepare(held_out, tokenizer, args, use)[:args.eval_problems]
+    train = prepare(train, tokenizer, args, "training")
+    return train, prepare(held_out, tokenizer, args, "held-out")[:args.eval_problems]
 
 def read_dataset(source):
-    """Read a file, a directory or a data set of the hub: {split: list of rows}."""
-    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    with or_fail(f"--dataset {source}: no readable {', '.join(formats)}, directory or hub name"):
-        import datasets  # takes seconds
-        datasets.disable_progress_bars()
-        # datasets reads [, * and ? in a path as a pattern, which other files may match. So the path
-        # of a file is escaped, and that of a directory is refused.
-        path = source if "://" in source else os.path.abspath(source)
-        if Path(source).suffix in formats:
-            splits = datasets.load_dataset(
-                formats[Path(source).suffix], data_files=glob.escape(path))
-        elif Path(path).exists() and glob.escape(path) != path:
-            raise ValueError(f"a directory with [, * or ? in its path: {path}")
-        else:
-            configs = datasets.get_dataset_config_names(source)
-            splits = datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
-        return {split: rows.to_list() for split, rows in splits.items()}
+    """Read a file, a directory or a data set of the hub: {split: rows}."""
+    if source.endswith((".jsonl", ".json", ".csv", ".parquet")):
+        kind = source.rpartition(".")[2].replace("jsonl", "json")
+        # datasets would read [, * and ? as a pattern, which other files may match.
+        return datasets.load_dataset(kind, data_files=glob.escape(os.path.abspath(source)))
+    configs = datasets.get_dataset_config_names(source)
+    return datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
+
+def rows_of(split, args):
+    """Return the rows of a split as dicts: all, or MOST_ROWS of them, drawn at random."""
+    columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
+    if not columns <= set(split.column_names):
+        sys.exit(f"--question_column, --answer_column: there are {', '.join(split.column_names)}")
+    if len(split) > MOST_ROWS:
+        print(f"warning: using {MOST_ROWS} of {len(split)} rows, drawn at random")
+        split = split.select(random.Random(0).sample(range(len(split)), MOST_ROWS))
+    return split.to_list()
 
 def prepare(rows, tokenizer, args, use):
-    """Turn rows into problems. Rows that cannot be used are counted and left out."""
-    columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
-    if rows and not columns <= set(rows[0]):
-        fail(f"--dataset {args.dataset}: has columns {', '.join(rows[0])}, not "
-             f"{' and '.join(sorted(columns))}: see --question_column, --answer_column")
-    problems, left_out = [], []
-    too_long = f"too long (over {args.max_prompt_tokens}: --max_prompt_tokens, --max_new_tokens)"
-    chats = [read_chat(row, args) for row in rows]
-    for row, chat, prompt in zip(rows, chats, prompts_of(chats, tokenizer, args)):
-        question, answer = chat[-1]["content"], text_of(row, args.answer_column, args)
-        if not question:
-            left_out.append("no question")
-        elif len(prompt) > args.max_prompt_tokens:
-            left_out.append(too_long)
-        # An answer that the grader cannot read, such as an empty one, does not even equal itself.
-        elif args.answer_column and not math_reward(f"<answer>{answer}</answer>", answer):
-            left_out.append("no readable answer")
-        else:
-            problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    counts = ", ".join(f"{left_out.count(reason)} {reason}" for reason in sorted(set(left_out)))
-    summary = f"{len(problems)} problems to {use}; left out of {len(rows)}: {counts or 'none'}"
-    if not problems:
-        fail(f"--dataset {args.dataset}: {summary}")
-    print(summary)
-    # The tokenizer of the toy, for example, knows no more than a few characters.
-    ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:
-        fail(f"--model {args.model}: its tokenizer does not know most of --dataset {args.dataset}")
-    return problems
-
-def text_of(row, column, args):
-    """Return what a column holds as text, "" if nothing; a list or dict is refused."""
-    value = row.get(column)
-    if value is None or value != value:  # nan: an empty cell of a table
-        return ""
-    if isinstance(value, (list, dict)):
-        fail(f"--dataset {args.dataset}: column {column} holds a {type(value).__name__}, not text")
-    return str(value)
-
-def read_chat(row, args):
-    """Return a row's question as a list of messages; it may be a text, or such a list."""
-    chat = row.get(args.question_column)
-    if not isinstance(chat, list):
-        chat = [{"role": "user", "content": text_of(row, args.question_column, args)}]
-    with or_fail(f"--dataset {args.dataset}: column {args.question_column} is no text and no chat"):
-        if chat[-1]["role"] != "user" or not all(isinstance(m["content"], str) for m in chat):
-            raise ValueError("messages must be texts, and the last one the user's")
+    """Turn rows into problems. Those that cannot be used are counted and left out. A question is a
+    text, or a chat that ends with the user's message."""
+    problems = []
+    for row in progress(rows, "reading problems"):
+        chat, answer = row[args.question_column], text_of(row.get(args.answer_column))
+        if not isinstance(chat, list):
+            chat = [{"role": "user", "content": chat}]
+        question = text_of(chat[-1]["content"])
+        if chat[-1]["role"] != "user":
+            sys.exit(f"--dataset {args.dataset}: this chat may end with the answer: {chat}")
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
-    return chat
+        prompt = prompt_of(chat, tokenizer)
+        # An answer that the grader cannot read, such as an empty one, does not even equal itself.
+        readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
+        if question and readable and len(prompt) <= args.max_prompt_tokens:
+            problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
+    print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
+          "a question or a readable answer, or longer than --max_prompt_tokens")
+    ids = [token for problem in problems[:1000] for token in problem["prompt"]]
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also if there is no problem at all
+        sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
+    return problems
 
-def prompts_of(chats, tokenizer, args):
-    """Turn chats into token ids, one list after another: by the chat template, or, without one, as
-    their texts, each with a newline. A thousand are read at a time, because that is faster."""
-    for start in progress(range(0, len(chats), 1000), "reading problems", "thousand"):
-        part = chats[start:start + 1000]
-        if tokenizer.chat_template:
-            with or_fail(f"--model {args.model}: its chat template fails (by --system_prompt?)"):
-                prompts = tokenizer.apply_chat_template(part, add_generation_prompt=True)
-        else:
-            prompts = tokenizer(["".join(m["content"] + "\n" for m in chat) for chat in part])
-        yield from prompts["input_ids"]
+def prompt_of(chat, tokenizer):
+    """Turn a chat into ids: by the chat template, or without one its texts, each with a newline."""
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    ids = tokenizer("".join(text_of(m["content"]) + "\n" for m in chat))["input_ids"]
+    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end each text
+
+def text_of(value):
+    """Return a question or an answer as a text, "" if there is none."""
+    if isinstance(value, (list, dict)):  # as a gold answer, no completion would match it
+        sys.exit(f"--question_column, --answer_column: {value} is neither a text nor a number")
+    if isinstance(value, float) and math.isfinite(value):
+        value = Fraction(f"{value:.15g}")  # not 1e+16, nor 0.30000000000000004
+    return "" if value is None or value != value else str(value)  # nan: an empty cell of a table
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
@@ -657,52 +527,60 @@ def batch_of(problems, step, args):
 # ---- Rewards ----
 def answer_reward(problems, completions):
     """Return 1.0 for a completion with the problem's answer, else 0.0."""
+    if any(problem["answer"] == "" for problem in problems):
+        sys.exit('--answer_column "": answer_reward needs the gold answers')
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, problems, rollout):
-    """Call the reward function on a rollout: (N,) float32. The G completions of a problem
-    are rows one after another. The function must return a finite number for each."""
+    """Call the reward function on a rollout: (N,) float32. The function gets the problem and the
+    text of each row and, if it has a third parameter, the rollout. The G completions of a problem
+    are rows one after another. It must return a finite number for each row."""
     texts = rollout["texts"]
-    if reward is answer_reward and problems[0]["answer"] == "":
-        fail('--answer_column "": answer_reward needs the gold answers')
-    problem_of_row = [p for p in problems for _ in range(len(texts) // len(problems))]
-    rewards = torch.tensor([float(r) for r in reward(problem_of_row, texts)])
-    if len(rewards) != len(texts) or not rewards.isfinite().all():
-        found = f"{len(rewards)}: {textwrap.shorten(str(rewards.tolist()), 200)}"
-        fail(f"the reward function must return {len(texts)} finite numbers; it returned {found}")
-    return rewards.to(rollout["ids"].device)
+    problems = [p for p in problems for _ in range(len(texts) // len(problems))]
+    given = [problems, texts, rollout][:len(inspect.signature(reward).parameters)]
+    paid = list(reward(*given))
+    for i, number in enumerate(paid):
+        if number is None or not math.isfinite(number):
+            sys.exit(f"the reward function returned {number} for row {i}, the question "
+                     f"{problems[i]['question']!r} and the completion {texts[i]!r}")
+    if len(paid) != len(texts):
+        sys.exit(f"the reward function returned {len(paid)} numbers for {len(texts)} completions")
+    return torch.tensor([float(number) for number in paid], device=rollout["ids"].device)
 
 # ---- Grading ----
-# Both answers are rewritten to one spelling and compared as text. Numbers become exact fractions;
-# items of a list and terms of a sum are sorted. Units are dropped, and so is a percent sign: 10 is
-# paid where the gold answer is 10 %, and 10 % is not paid where it is 0.1. An answer with a
-# bracket, a bar or a relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and
-# its numbers stay as they are: (0.5, 1) is not (1/2, 1). The same holds for an answer with a minus
-# after ^ or /, because that minus does not begin a term. There is no algebra: 2+3 is not 5.
+# Both answers are rewritten to one spelling and compared as text: numbers as exact fractions, the
+# items of a list and the terms of a sum sorted, units dropped. So 10 is paid where the gold answer
+# is 10 %, and 10 % is not where it is 0.1. An answer with a bracket, a bar or a relation (a tuple,
+# a matrix, an inequality) is respelled, but not sorted, and its numbers stay: (0.5, 1) is not
+# (1/2, 1). The same holds for a minus after ^ or /, which does not begin a term. There is no
+# algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
-UNITS = "degree|dollar|cent|percent|unit|cm|meter|foot|feet|inch(es)?|mile|hour|minute|day|week"
+UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
+         "second|minute|hour|day|week|month|year")
 # Applied in this order: (pattern, replacement),  # text before -> text after.
 SPELLINGS = [
-    (r"\\\\|;|\{,\}|\b(and|or)\b", ","),  # 1{,}234 and 5 -> 1,234 , 5
-    (r"\\(left|right)\b|\\[,:! ]|[$%°]", ""),  # \left(5,\,6\right) -> (5,6)
+    (r"\\\\|;|\{,\}", ","),  # 1{,}234 -> 1,234
+    (r"\\(left|right|displaystyle)\b|\\[,:! ]|[$%°~]", ""),  # \left(5,\,6\right) -> (5,6)
     (r"\\cdot|\\times|·|×", "*"),  # 2\cdot\pi -> 2*\pi
-    (r"\\leq?(slant)?\b|≤", "<="),  # x \leq 5 -> x <= 5
-    (r"\\geq?(slant)?\b|≥", ">="),  # x \geq 5 -> x >= 5
+    (r"\\leq?(slant)?(?![a-z])|≤", "<="),  # x \leq 5 -> x <= 5
+    (r"\\geq?(slant)?(?![a-z])|≥", ">="),  # x \geq 5 -> x >= 5
+    (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
     (r"\\[dtc]frac", r"\\frac"),  # \dfrac -> \frac
     (r"\\", ""),  # \sqrt{3} -> sqrt{3}
-    ("−", "-"),  # −5 -> -5
+    ("[−–]", "-"),  # −5 -> -5
     ("π", "pi"),  # 5π -> 5pi
     (r"\^{?circ}?", ""),  # 5^{circ} -> 5
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    (r"(sqrt|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34, which is not (sqrt3)/4
+    # A function of a fraction is not the fraction of a function: sqrtfrac34 -> sqrt of frac34.
+    (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
     (r"\* ?([a-z])", r"\1"),  # 2*pi -> 2pi
     (r" ?\.$", ""),  # 5. -> 5
-    (rf"(\d) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
+    (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
     (r"^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),  # f(x) = 5 -> 5
     (r"^{([^{}]*)}$", r"\1"),  # {1, 2} -> 1, 2
     (r"^\(([^(),]*)\)$", r"\1"),  # (5) -> 5
@@ -726,7 +604,7 @@ def extract_answer(text):
         text = text[hashes + len("####"):].strip().partition("\n")[0]
     elif not tag:
         return None
-    text = text.strip()
+    text = text.strip("* \n")  # models like to write #### **42**
     return text if 0 < len(text) <= LONGEST else None
 
 def before_closing_brace(text):
@@ -748,12 +626,9 @@ def canonical(text):
     text = re.sub(r" *([^\d ]) *", r"\1", text)  # spaces stay between digits: 4 2 is not 42
     if re.search(r"[\[\](){}<>=|]|[\^/]-", text):
         return text
-    return ",".join(sorted(canonical_sum(item) for item in text.split(",") if item))
-
-def canonical_sum(text):
-    """Sort the terms of a sum, its numbers exact: '2x-0.50' -> '-1/2+2x'."""
-    terms = text.replace("-", "+-").split("+")
-    return "+".join(sorted(exact(term) for term in terms if term))
+    sums = [item.replace("-", "+-").split("+") for item in text.split(",")]
+    items = ["+".join(sorted(exact(term) for term in terms if term)) for terms in sums]
+    return ",".join(sorted(item for item in items if item))  # 2x-0.50 -> -1/2+2x
 
 def exact(term):
     """Write a number as an exact fraction: '-1 3/8' -> '-11/8'. Other terms stay."""
@@ -769,212 +644,210 @@ def math_reward(completion, answer):
     return float(gold != "" and given == gold)
 
 # ---- Command line ----
+INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
+TOY = str(Path(__file__).resolve().parent / "tests/toy")
+# The defaults of a run without --model, which trains the toy; a script gives parse some more.
+TOY_SETTINGS = dict(
+    model=TOY, dataset=TOY, system_prompt="", max_prompt_tokens=64, max_new_tokens=48,
+    micro_batch_tokens=4096, gradient_checkpointing=False, steps=20, eval_every=10, save_every=10,
+    eval_problems=2560)
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written, and defaults, but not a default of None."""
-    def _get_help_string(self, action):
-        """Return the text of a flag; argparse's own hook."""
-        return action.help if action.default is None else super()._get_help_string(action)
+    """Shows the docstring as it is written, and the defaults."""
 
 def make_parser(script, doc):
     """Make an argparse parser whose --help is the script's docstring."""
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=Path(script).name, usage=argparse.SUPPRESS, description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
-
-def in_range(kind, low, high=math.inf):
-    """Make the type of a flag: an int or a float from `low` to `high`, else argparse's error."""
-    def convert(text):
-        value = kind(text)
-        if not low <= value <= high:  # so written, nan fails too
-            raise argparse.ArgumentTypeError(f"{text}: must be from {low:g} to {high:g}")
-        return value
-    convert.__name__ = kind.__name__  # for argparse: "invalid int value"
-    return convert
-
-positive_int, non_negative_int, two_or_more = in_range(int, 1), in_range(int, 0), in_range(int, 2)
-positive_float, non_negative_float = in_range(float, 1e-12, 1e12), in_range(float, 0, 1e12)
-zero_to_one = in_range(float, 0, 1)
-INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
-# These are the defaults where --model is the toy. A script adds its own in parse.
-TOY_SETTINGS = dict(
-    system_prompt="", max_new_tokens=48, micro_batch_tokens=4096, gradient_checkpointing=False,
-    steps=20, eval_every=10, save_every=10, eval_problems=2560)
+    parser.set_defaults(script=parser.prog)
+    return parser
 
 def add_args(parser):
     """Add the flags that every script has."""
-    add = parser.add_argument_group("model and problems").add_argument
-    add("--model", default=TOY, help="directory or hub name; the default, a toy, has own settings")
-    add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or hub name")
+    add = parser.add_argument_group("model, problems and run").add_argument
+    cuda = torch.cuda.is_available()
+    add("--model", help="directory or hub name; without it the toy is trained, by own settings")
+    add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="said before each question")
-    add("--max_prompt_tokens", type=positive_int, default=512, help="longer prompts are left out")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--max_new_tokens", type=positive_int, default=1024, help="longest completion")
-    add("--temperature", type=positive_float, default=1.0, help="in samples and log-probs alike")
-    add("--cuda_graphs", action=BooleanOptionalAction, default=True, help="faster on a GPU")
-    add = parser.add_argument_group("optimiser and memory").add_argument
-    add("--micro_batch_tokens", type=positive_int,
-        help="positions per forward pass: for memory; if not given 4096 on a GPU, 1536 on a CPU")
-    add("--warmup_steps", type=non_negative_int, default=20, help="optimiser steps until full --lr")
-    add("--max_grad_norm", type=positive_float, default=1.0, help="larger gradients are cut to it")
-    add("--gradient_checkpointing", action=BooleanOptionalAction, default=True,
-        help="recompute activations: a third more work, far less memory")
-    add("--device", choices=["cpu", "cuda"],
-        default="cuda" if torch.cuda.is_available() else "cpu", help="cuda is a GPU")
+    add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
+    add("--max_new_tokens", type=int, default=1024, help="longest completion")
+    add("--temperature", type=float, default=1.0, help="in samples and log-probs alike")
+    add("--micro_batch_tokens", type=int, default=8192 if cuda else 1536, help="in a forward pass")
+    add("--warmup_steps", type=int, default=20, help="optimiser steps until full --lr")
+    add("--max_grad_norm", type=float, default=1.0, help="larger gradients are cut to it")
+    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
+        help="compute activations again: a third more work, far less memory")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="cuda: a GPU")
     add("--dtype", choices=["float32", "bfloat16"],
         help="of matrix products; if not given bfloat16 on a GPU that has it, else float32")
-    add = parser.add_argument_group("run").add_argument
-    add("--steps", type=positive_int, default=200, help="rollouts in the run")
-    add("--seed", type=in_range(int, 0, 10 ** 12), default=0, help="of samples and problem order")
+    add("--steps", type=int, default=200, help="rollouts in the run")
+    add("--seed", type=int, default=0, help="of samples and problem order")
     add("--out", help="output directory",
         default=f"runs/{Path(parser.prog).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}")
     add("--resume", action="store_true", help="continue the run in --out, with its flags")
-    add("--eval_every", type=positive_int, default=20, help="steps between evaluations")
-    add("--eval_problems", type=positive_int, default=512, help="held-out problems")
-    add("--eval_samples", type=positive_int, default=1, help="per problem; 2 or more: pass@k too")
-    add("--save_every", type=positive_int, default=20, help="steps between checkpoints")
+    add("--eval_every", type=int, default=20, help="steps between evaluations")
+    add("--eval_problems", type=int, default=512, help="held-out problems")
+    add("--save_every", type=int, default=20, help="steps between checkpoints")
 
 def parse(parser, argv, **toy_settings):
-    """Parse `argv` twice. The first time shows if --model is the toy or a run is resumed. If so,
-    TOY_SETTINGS or the flags of that run become the defaults of the second time."""
+    """Parse `argv` twice. The first time shows whether a run is resumed, or the toy is trained. If
+    so, the flags of that run, or TOY_SETTINGS, become the defaults of the second time."""
     args = parser.parse_args(argv)
-    if Path(args.model).resolve() == Path(TOY):
-        parser.set_defaults(**TOY_SETTINGS, **toy_settings)
     if args.resume:
-        with or_fail(f"--resume: --out {args.out} holds no run to continue"):
-            saved = json.loads(Path(args.out, "args.json").read_text())
-            if saved["script"] != parser.prog:
-                fail(f"--resume: the run in {args.out} is one of {saved['script']}")
-        parser.set_defaults(**saved)
+        parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
+    elif args.model is None:
+        parser.set_defaults(**TOY_SETTINGS, **toy_settings)
     args = parser.parse_args(argv)
-    args.script = parser.prog
+    if args.script != parser.prog:
+        parser.error(f"--resume: the run in --out is one of {args.script}")
+    if min(args.temperature, args.max_grad_norm) <= 0:
+        parser.error("--temperature and --max_grad_norm must be above 0, or nothing is learned")
+    if args.model == TOY:
+        torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
     # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
-    # On a CPU short micro-batches are faster: less padding, and tensors that malloc can reuse. (The
-    # toy's rows are so short that 4096 is as fast.)
-    args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.device == "cuda" else 1536)
     return args
 
 # ---- Run ----
 def launch(main, args):
-    """Run `main` with --out made and locked. Out of memory and Ctrl-C are one line each."""
-    if hasattr(sys.stdout, "reconfigure"):
-        # A character that cannot be written becomes a ?, and each line is out at once.
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    if Path(args.model).resolve() == Path(TOY):
-        torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
-    with or_fail(f"--out {args.out}: cannot be written, or another process uses it"):
-        os.makedirs(args.out, exist_ok=True)
-        lock = FileLock(Path(args.out, ".lock"), timeout=0).acquire()  # `with` releases it
-    if os.listdir(args.out) != [".lock"] and not args.resume:
-        fail(f"--out {args.out}: is not empty: go on with --resume or give another")
+    """Run `main` with --out. What is nobody's bug ends in a line, not in a traceback: a model, data
+    or a file that is not there, a --out that is, a full disk, too little memory, Ctrl-C."""
+    # Lines are out at once, and a character that cannot be written is a question mark.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    if os.path.exists(args.out) and not args.resume:
+        sys.exit(f"--out {args.out} exists: go on with --resume, or give another")
     try:
-        with lock:
-            main(args)
-    except KeyboardInterrupt:
-        begun = Path(args.out, "args.json").exists()
-        fail(f"interrupted; go on with --out {args.out}{' --resume' if begun else ''}", 130)
-    except torch.OutOfMemoryError:
-        fail("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
-
-def saved_steps(args):
-    """List the steps saved in --out, in order. Others, as step-40-best, are left alone."""
-    names = [path.name.removeprefix("step-") for path in Path(args.out).glob("step-*")]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-def save_checkpoint(args, step, tokenizer, policy, parts):
-    """Save step-N in --out, then remove the older ones: a kill at any instant leaves a good one.
-    `parts`, {name: part}, is all else that changes: optimisers and other models. There are no
-    random states to save: each is a function of --seed and the step."""
-    final, temporary = Path(args.out, f"step-{step}"), Path(args.out, "temporary")
-    shutil.rmtree(temporary, ignore_errors=True)
-    states = {name: part.state_dict() for name, part in parts.items()}
-    with or_fail(f"--out {args.out}: step {step} cannot be saved (disk full?)"):
-        policy.save_pretrained(temporary)  # so that --model can name it
-        tokenizer.save_pretrained(temporary)
-        shutil.copy(Path(args.out, "metrics.jsonl"), temporary)  # a resumed run goes on from it
-        torch.save(states, temporary / "optimizer.pt")  # and the critic or pi_ref
-        temporary.rename(final)
-    for old in saved_steps(args)[:-1]:
-        Path(args.out, f"step-{old}").rename(temporary)  # so that none is half deleted
-        shutil.rmtree(temporary)
-
-def load_checkpoint(args, policy, parts):
-    """Load the newest checkpoint in --out and return its step; 0 if there is none."""
-    steps = saved_steps(args)
-    if not steps:
-        return 0
-    folder = Path(args.out, f"step-{steps[-1]}")
-    with or_fail(f"--resume: {folder} cannot be used"):
-        saved = type(policy).from_pretrained(folder, dtype=torch.float32)
-        # In place, because the optimiser holds these tensors.
-        policy.load_state_dict(saved.state_dict())
-        states = torch.load(folder / "optimizer.pt", map_location="cpu")  # no copy on the GPU
-        for name, part in parts.items():
-            part.load_state_dict(states[name])
-        shutil.copy(folder / "metrics.jsonl", args.out)
-    return steps[-1]
-
-def progress(items, doing, unit):
-    """Iterate over `items`. In a terminal, what takes over 2 seconds gets a progress bar, below the
-    bar of the run."""
-    return tqdm(items, desc=doing, unit=unit, leave=False, disable=None, delay=2)
-
-class Logger:
-    """Writes metrics.jsonl and args.json; shows a bar and prints lines."""
-    STEP = {"reward": "reward {:.3f}", "completion_length": "length {:.1f}",
-            "entropy": "entropy {:.2f}", "kl": "kl {:.4f}", "clip_frac": "clip {:.2%}",
-            "explained_variance": "critic {:.2f}", "seconds": "{:.1f}s"}
-    HELD_OUT = {"eval_accuracy": "greedy {:.3f}", "eval_sampled_accuracy": "sampled {:.3f}",
-                "eval_reward": "reward {:.3f}", "eval_completion_length": "length {:.1f}"}
-    HELD_OUT |= {f"eval_pass@{k}": f"pass@{k} {{:.3f}}" for k in (2, 4, 8, 16, 32, 64)}
-
-    def __init__(self, args, start):
-        """Begin after step `start`."""
-        self.args = args
-        self.path = Path(args.out, "metrics.jsonl")
-        if start == 0:
-            self.path.write_text("")
-        temporary = Path(args.out, "args.tmp")
+        os.makedirs(args.out, exist_ok=args.resume)
+        temporary = Path(args.out, "temporary.json")
         temporary.write_text(json.dumps(vars(args), indent=1))
         temporary.rename(Path(args.out, "args.json"))  # a kill leaves no half of it
-        self.bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
-        self.bar.write(f"resumed after step {start}" if start else "evaluating before step 1")
+        print(*(f"{name}={value}" for name, value in vars(args).items()))
+        main(args)
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError:
+        sys.exit("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted; to go on: python {args.script} --out {args.out} --resume")
 
-    def log(self, step, stats, problem=None, rollout=None):
-        """Log a step. If it was evaluated, also show a completion of its rollout, for `problem`."""
-        if self.args.device == "cuda":
-            stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # so far
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step} | stats) + "\n")
-        if "reward" in stats:
-            self.bar.write(f"step {step}/{self.args.steps}  {format_stats(stats, self.STEP)}")
-        if "eval_reward" in stats:
-            self.bar.write(f"held out after {step} steps  {format_stats(stats, self.HELD_OUT)}")
-            if rollout:
-                answer = extract_answer(problem["answer"]) or problem["answer"]
-                text = f"{problem['question']}\n{rollout['texts'][0].strip()}"
-                text += f"\n(reward {rollout['rewards'][0]:g}, answer {answer})"
-                self.bar.write(textwrap.indent(text, "    | "))
-        if stats.get("truncated", 0) > 0.5:
-            self.bar.write("warning: over half of the completions are cut off by --max_new_tokens")
-        if stats.get("skipped") or stats.get("value_skipped"):
-            self.bar.write("warning: a gradient was not finite, its step is skipped: lower --lr")
-        self.bar.update(step - self.bar.n)
+def save_checkpoint(args, step, tokenizer, policy, parts):
+    """Save step-N in --out. `parts`, {name: part}, is all else that changes: optimisers and other
+    models. There are no random states to save: each is a function of --seed and the step. We write
+    beside and then rename, so that a kill at any instant leaves a good checkpoint. Every model
+    stays, because one learns later which was the best; the larger optimizer.pt is the newest's."""
+    temporary, final = Path(args.out, "temporary"), Path(args.out, f"step-{step}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    policy.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.copy(Path(args.out, "metrics.jsonl"), temporary)
+    torch.save({name: p.state_dict() for name, p in parts.items()}, temporary / "optimizer.pt")
+    temporary.rename(final)
+    print(f"saved {final}")
+    for old in set(Path(args.out).glob("step-*/optimizer.pt")) - {final / "optimizer.pt"}:
+        old.unlink()
 
-    def close(self):
-        """Print the evaluations, and where everything is."""
-        self.bar.close()
-        for stats in map(json.loads, self.path.read_text().splitlines()):
-            if "eval_reward" in stats:
-                print("held out after", stats["step"], "steps ", format_stats(stats, self.HELD_OUT))
-        print(f"model and checkpoint  {self.args.out}/step-{saved_steps(self.args)[-1]}")
-        print(f"metrics               {self.path}")
+def load_checkpoint(args, policy, parts):
+    """Go back to the newest checkpoint in --out and return its step; 0 if there is none."""
+    saved = Path(args.out).glob("step-*/optimizer.pt")
+    start = max((int(path.parent.name.removeprefix("step-")) for path in saved), default=0)
+    if start == 0:
+        Path(args.out, "metrics.jsonl").write_text("")
+        return 0
+    folder = Path(args.out, f"step-{start}")
+    model = type(policy).from_pretrained(folder, dtype=torch.float32)
+    policy.load_state_dict(model.state_dict())  # in place, as the optimiser holds these tensors
+    states = torch.load(folder / "optimizer.pt", map_location="cpu")  # no copy on the GPU
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    shutil.copy(folder / "metrics.jsonl", args.out)
+    print(f"resumed after step {start}")
+    return start
 
-def format_stats(stats, formats):
-    """Write those statistics that have a format, in the order of the formats."""
-    return "  ".join(form.format(stats[name]) for name, form in formats.items() if name in stats)
+SHOWN = "reward completion_length entropy kl clip_frac explained_variance seconds".split()
+
+def log(args, step, stats, problems=None, rollout=None):
+    """Write the statistics of a step to metrics.jsonl and its completions to completions/. Print
+    what is in SHOWN, and of an evaluated step the evaluation and its first completion."""
+    if args.device == "cuda":
+        stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # so far
+    with Path(args.out, "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step} | stats) + "\n")
+    evaluated = [f"  {name[5:]} {stats[name]:.3g}" for name in stats if name.startswith("eval_")]
+    if rollout:
+        records = records_of(problems, rollout)
+        write_records(args, f"step-{step}", records)
+        shown = [f"  {name} {stats[name]:.3g}" for name in SHOWN if name in stats]
+        print(f"step {step}/{args.steps}", *shown)
+    if evaluated:
+        print(f"held out after {step} steps", *evaluated)
+    if evaluated and rollout:
+        text = "{question}\n{completion}\n(reward {reward:g}, answer {answer})"
+        print("    |", text.format(**records[0]).replace("\n", "\n    | "))
+    if stats.get("truncated", 0) > 0.5:
+        print("warning: over half of the completions are cut off by --max_new_tokens")
+    if stats.get("skipped") or stats.get("value_skipped"):
+        print("warning: a gradient was not finite, its step is skipped: lower --lr")
+    if stats.get("sampling_logp_difference", 0) > 0.1:
+        print("warning: the log-probs of sampler and training pass differ: a mistake in the code?")
+
+def write_records(args, name, records):
+    """Write completions/NAME.jsonl in --out, one completion on a line."""
+    path = Path(args.out, "completions", f"{name}.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+# ---- CUDA graphs ----
+# On a GPU, reading one token takes some thousand short kernels, and Python needs longer to launch
+# them one by one than the GPU needs to run them. So we record them once, as a CUDA graph, and then
+# replay the graph for every token: the same kernels on the same tensors, without Python. You may
+# skip this section.
+class FixedCache(transformers.StaticCache):
+    """A cache that has all its columns from the beginning, as a graph's tensors cannot grow."""
+    update = GrowingCache.update
+
+class RecordedReader(Reader):
+    """A Reader that replays a graph. A replay finds its inputs in the tensors of the recording."""
+    def __init__(self, model, columns):
+        self.model, self.columns, self.graph = model, columns, None
+        self.cache = FixedCache(config=model.config, max_cache_len=columns)
+
+    def read(self, ids, attention, positions):
+        """Read prompts as Reader does, and single tokens by the graph."""
+        if ids.shape[1] > 1:
+            return super().read(ids, attention, positions)
+        inputs = ids, pad(attention, (0, self.columns - attention.shape[1])), positions
+        if self.graph:
+            for recorded, new in zip(self.inputs, inputs):
+                recorded.copy_(new)
+            self.graph.replay()  # writes self.hidden
+            return self.hidden
+        self.inputs, self.graph = [new.clone() for new in inputs], torch.cuda.CUDAGraph()
+        # This call is not recorded: a library may allocate memory when it is called first.
+        hidden = super().read(*self.inputs)
+        with torch.cuda.graph(self.graph):  # inside, kernels are recorded and not run
+            self.hidden = super().read(*self.inputs)
+        return hidden
+
+    def select(self, rows):
+        """Make each row i a copy of row rows[i]: new tensors, for which the graph is useless."""
+        super().select(rows)
+        self.graph = None
+
+def use_graphs(model, tokenizer, args):
+    """Let `sample` use graphs, unless they do not work with this model."""
+    if any(GrowingCache(config=model.config).is_sliding):
+        return  # a sliding-window layer counts its tokens in Python, which a replay does not run
+    model.reader = RecordedReader
+    try:
+        check_model(model, tokenizer, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        del model.reader
+        print(f"warning: sampling without CUDA graphs, with which this model fails: {error}")

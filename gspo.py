@@ -1,8 +1,8 @@
 """GSPO: group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071).
 
 pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
-of it from before training. For every question q, sample a group of G completions o_1 ... o_G
-from pi_old, reward each with r_i, and maximise J:
+of the model that training began with. For every question q, sample a group of G completions
+o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
     s_i   = exp(mean_t log w_it),  w_it = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)        (2)
@@ -10,24 +10,22 @@ from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). For one token, given those before it,
-the mean of k3 over samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed.
-    k3: grad x = -x grad log pi, so grad k3 = (1 - x) grad log pi. As pi x = pi_ref, its mean over
-    samples of pi is sum (pi - pi_ref) grad log pi = grad KL(pi_ref || pi), as sum grad pi is 0.
-    w k3 (--kl wk3, DeepSeek-V3.2, arXiv 2512.02556): grad w = w grad log pi, so grad (w k3) =
-    w (k3 + 1 - x) grad log pi = w log(pi/pi_ref) grad log pi. Its mean over samples of pi_old is
-    sum log(pi/pi_ref) grad pi = grad KL(pi || pi_ref). (Each sum is over the vocabulary.)
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
+samples of pi is KL(pi || pi_ref), but the mean of its gradient is that of KL(pi_ref || pi), as
+backward takes the samples as fixed. With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
+times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
+both.
 
-There is no value model: the mean of the group is the baseline. There is no
-reward model, unlike in the GRPO paper: a right answer pays 1, a wrong one 0.
+There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
+0. The clip range and the four minibatches are the paper's, the rest is our choice.
 
-The reward belongs to a whole completion, and so do the ratio and its clip. So the min is
-the same for every t. The mean over t is there for KL_it, and for --token_level, which is
-GSPO-token (the paper's equations 13, 14): there every token may have an A_it of its own. The
-paper prints J without a KL, "for brevity". We print the KL, but --beta is 0 by default.
+The reward belongs to a whole completion, and so do the ratio and its clip: the min is the same for
+every t. The mean over t is there for KL_it, and for --token_level, which is GSPO-token (equations
+13, 14 of the paper). s_i does not correct for pi_old, as the product of the w_it would: it says how
+far a token has moved on average. The paper prints J without a KL, "for brevity": --beta is 0 here.
 
     python gspo.py                                                             on a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on a GPU of 80 GB
+    python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -42,24 +40,24 @@ def parse_args(argv=None):
     """Parse the flags that change the equations, and those of every script: common.add_args."""
     parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=common.positive_int, default=32, help="P: more make a steadier gradient")
-    add("--group_size", type=common.two_or_more, default=8, help="G of (1); usually 8 to 64")
-    add("--eps_low", type=common.positive_float, default=None,
-        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4, or .01 in bfloat16")
-    add("--eps_high", type=common.positive_float, default=None,
-        help="clip range above 1 (3); eps_low or more; in GSPO 4e-4, or .01 in bfloat16")
-    add("--beta", type=common.non_negative_float, default=0.0,
+    add("--prompts", type=int, default=32, help="P: more make a steadier gradient")
+    add("--group_size", type=int, default=8, help="G of (1); usually 8 to 64")
+    add("--eps_low", type=float, help="clip range below 1 (3); if not given 3e-4, .01 in bfloat16")
+    add("--eps_high", type=float, help="clip range above 1 (3); if not given 4e-4, .01 in bfloat16")
+    add("--beta", type=float, default=0.0,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=common.positive_int, help="every so many steps pi_ref becomes pi")
+    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
-    add("--gamma", type=common.zero_to_one, default=1.0, help="our A_it: gamma^(|o_i| - t) A_i")
-    add("--lr", type=common.positive_float, default=1e-6, help="learning rate of AdamW")
-    add("--epochs", type=common.positive_int, default=1, help="passes over a rollout; 1 to 4")
-    add("--minibatches", type=common.positive_int, default=4,
+    add("--gamma", type=float, default=1.0, help="our A_it: gamma^(|o_i| - t) A_i")
+    add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
+    add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
+    add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
+    if args.group_size < 2:
+        parser.error("--group_size: a completion without a group has nothing to be compared with")
     # In bfloat16 rounding moves s beyond the paper's range, once logp and old_logp round apart.
     args.eps_low = args.eps_low or (3e-4 if args.dtype == "float32" else 1e-2)
     args.eps_high = args.eps_high or (4e-4 if args.dtype == "float32" else 1e-2)
@@ -74,30 +72,30 @@ def group_advantages(rewards, group_size):
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
     return adv.masked_fill(equal, 0.0).view(-1)
 
-def policy_loss(logp, old_logp, ref_logp, adv, mask, args):
+def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl, token_level):
     """Compute -J, equations (2) to (4), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    # We take the mean of the log w_it, because their sum grows with the length.
+    # The mean of the log w_it, because their sum grows with the length: one range fits all.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
-    if args.token_level:
+    if token_level:
         # sg[x] is x as a constant. So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the
         # gradient of token t. Therefore every token may have an advantage of its own.
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s] pi/sg[pi]
-    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
     # takes the term without a clip, so that a step the wrong way can be taken back.
     objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
-    if args.beta > 0:
+    if beta != 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
-        kl = log_x.exp() - log_x - 1                                       # (N, T)            (4)
-        if args.kl == "wk3":
-            kl = kl * log_ratio.clamp(max=20).exp()  # w_it; in gspo.py `ratio` is s_i
-        objective = objective - args.beta * kl
+        kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
+        if kl == "wk3":
+            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3
+        objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
@@ -117,9 +115,9 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1    # (N, T) |o_i| - t, with t from 1
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
-    # Without a KL, the gradient of a completion with A = 0 is exactly 0. So update leaves it out,
-    # and its old_logp, which nothing needs, stays 0.
-    rollout["has_gradient"] = (adv != 0) | (args.beta > 0)                 # (N,)
+    if args.beta == 0:
+        # Without a KL, the gradient of a completion with A = 0 is exactly 0: update leaves it out.
+        rollout["has_gradient"] = adv != 0                                 # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
@@ -136,10 +134,11 @@ def update(policy, optimizers, rollout, args):
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
-                    logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"], args)
+                    logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"],
+                    args.eps_low, args.eps_high, args.beta, args.kl, args.token_level)
                 (loss / rows).backward()
                 logged.append(stats)
-            logged.append(optimizers["policy"].step())
+            logged.append(optimizers["policy"].clip_and_step())
     return common.means(logged)
 
 def main(args):
@@ -148,14 +147,15 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
-    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
+    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
-    # What a checkpoint has besides the policy; pi_ref only if --ref_every changes it.
-    parts = optimizers | ({"reference": reference} if reference and args.ref_every else {})
+    # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
+    parts = dict(optimizers)
+    if reference is not None and args.ref_every:
+        parts["reference"] = reference
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
-    logger = common.Logger(args, start)
     if start == 0:
-        logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
+        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
@@ -166,14 +166,13 @@ def main(args):
         stats |= update(policy, optimizers, rollout, args)                 # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
-            stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
+            stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
             # It estimates the rounding: sampler and training pass compute the same mean log pi.
-            logger.bar.write("warning: rounding moves s further than --eps_low: raise both eps")
-        logger.log(step, stats, batch[0], rollout)
+            print("warning: rounding moves s further than --eps_low: raise both eps")
+        common.log(args, step, stats, batch, rollout)
         if step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, policy, parts)
-    logger.close()
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

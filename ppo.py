@@ -1,8 +1,8 @@
 """PPO: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347).
 
 pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
-of it from before training. For every question q, sample a group of G completions o_1 ... o_G
-from pi_old, reward each with r_i, and maximise J:
+of the model that training began with. For every question q, sample a group of G completions
+o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
 
     A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + Vold_it,
             delta_it = r_it + gamma Vold_{i,t+1} - Vold_it,  Vold after the last token = 0     (1)
@@ -27,10 +27,11 @@ the weights of the reward model, and average over all tokens, as Schulman et al.
 PPO averages over the tokens of a completion first, as we do (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
-    the same with --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k    on a GPU of 80 GB
+    python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
+import argparse
 import copy
 import time
 
@@ -42,28 +43,41 @@ def parse_args(argv=None):
     """Parse the flags that change the equations, and those of every script: common.add_args."""
     parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument_group("objective and its optimisation").add_argument
-    add("--prompts", type=common.positive_int, default=256, help="P: more make a steadier gradient")
-    add("--group_size", type=common.positive_int, default=1, help="G; PPO needs no group")
-    add("--eps_low", type=common.positive_float, default=0.2,
-        help="clip range below 1 (3); usually .1 to .3; in GSPO 3e-4, or .01 in bfloat16")
-    add("--eps_high", type=common.positive_float, default=0.2,
-        help="clip range above 1 (3); eps_low or more; in GSPO 4e-4, or .01 in bfloat16")
-    add("--beta", type=common.non_negative_float, default=0.05,
+    add("--prompts", type=int, default=256, help="P: more make a steadier gradient")
+    add("--group_size", type=int, default=1, help="G; PPO needs no group")
+    add("--eps_low", type=float, default=0.2, help="clip range below 1 (3); usually .1 to .3")
+    add("--eps_high", type=float, default=0.2, help="clip range above 1 (3); usually .1 to .3")
+    add("--beta", type=float, default=0.05,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--gamma", type=common.zero_to_one, default=1.0, help="discount (1); usually 1: none")
-    add("--lam", type=common.zero_to_one, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
-    add("--whiten", action=common.BooleanOptionalAction, default=True, help="whiten the A of (3)")
-    add("--eps_value", type=common.positive_float, default=0.2, help="how far V may move (5)")
-    add("--vf_coef", type=common.non_negative_float, default=0.1,
+    add("--gamma", type=float, default=1.0, help="discount (1); usually 1: none")
+    add("--lam", type=float, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
+    add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten the A of (3)")
+    add("--eps_value", type=float, default=0.2, help="how far V may move (5)")
+    add("--vf_coef", type=float, default=0.1,
         help="weight of (5); 0 freezes V; Adam divides it out, so its size matters less")
-    add("--lr", type=common.positive_float, default=3e-6, help="learning rate of AdamW")
-    add("--value_lr", type=common.positive_float, default=3e-6, help="learning rate of V's AdamW")
-    add("--epochs", type=common.positive_int, default=4, help="passes over a rollout; 1 to 4")
-    add("--minibatches", type=common.positive_int, default=4,
+    add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
+    add("--value_lr", type=float, default=3e-6, help="learning rate of V's AdamW")
+    add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
+    add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
     common.add_args(parser)
     args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
     return args
+
+def make_critic(policy):
+    """Make the value model V: a copy of the policy's body with a scalar head, which starts at 0."""
+    critic = copy.deepcopy(policy.base_model)
+    weight = policy.get_output_embeddings().weight                         # (V, H)
+    critic.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
+    torch.nn.init.zeros_(critic.score.weight)
+    torch.nn.init.zeros_(critic.score.bias)
+    return critic
+
+def token_values(critic, batch, args):
+    """Compute V before each completion token, (N, T) float32; as common.token_logprobs does."""
+    index, hidden, _ = common.completion_states(critic, batch, args)
+    values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
+    return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
@@ -73,7 +87,8 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
-    last = mask.sum(1).long() - 1                                          # (N,)
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)     # (T,)
+    last = (mask * positions).argmax(1)                                    # (N,)
     rewards[torch.arange(len(mask), device=mask.device), last] += reward
     return rewards
 
@@ -85,10 +100,11 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
+        counts = mask[:, t] > 0  # a token that does not count is stepped over
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
-        running = (delta + gamma * lam * running) * mask[:, t]             # (N,)              (1)
-        advantages[:, t] = running
-        next_value = values[:, t]
+        running = torch.where(counts, delta + gamma * lam * running, running)  # (N,)          (1)
+        next_value = torch.where(counts, values[:, t], next_value)
+        advantages[:, t] = running * mask[:, t]
     return advantages, advantages + values
 
 def whiten(x, mask):
@@ -97,7 +113,14 @@ def whiten(x, mask):
     variance = ((x - mean) ** 2 * mask).sum() / mask.sum()
     return (x - mean) * mask / (variance + 1e-8).sqrt()
 
-def policy_loss(logp, old_logp, adv, mask, args):
+def explained_variance(returns, values, mask):
+    """Compute 1 - Var(returns - values) / Var(returns) over tokens; {} if all returns are equal."""
+    returns, values = returns[mask > 0], values[mask > 0]                  # (M,) both
+    if len(returns) < 2 or returns.var() < 1e-8:  # equal but for rounding
+        return {}
+    return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
+
+def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     """Compute -J, equations (2) and (3), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
@@ -105,7 +128,7 @@ def policy_loss(logp, old_logp, adv, mask, args):
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
-    clipped = ratio.clamp(1 - args.eps_low, 1 + args.eps_high)
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
     # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
     # takes the term without a clip, so that a step the wrong way can be taken back.
@@ -117,17 +140,17 @@ def policy_loss(logp, old_logp, adv, mask, args):
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
 
-def value_loss(values, old_values, returns, mask, args):
+def value_loss(values, old_values, returns, mask, eps_value):
     """Compute equation (5) without the 1/N: (N, T) each -> the loss and statistics, as above."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
-    clipped = old_values + (values - old_values).clamp(-args.eps_value, args.eps_value)
+    clipped = old_values + (values - old_values).clamp(-eps_value, eps_value)
     # Like the min of (3), the max never stops a V that has moved away from its return.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
     loss = (error * mask / lengths).sum()
     return loss, {"value_loss": (loss.detach(), len(mask))}
 
 @torch.no_grad()
-def collect(policy, value, reference, tokenizer, problems, reward, args):
+def collect(policy, critic, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
     prompts = [problem["prompt"] for problem in problems]                  # 1. sample
     rollout = common.generate(
@@ -137,7 +160,7 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    rollout["values"] = common.micro_batched(common.token_values, value, rollout, args)
+    rollout["values"] = common.micro_batched(token_values, critic, rollout, args)
     mask = rollout["mask"]
     rewards = token_rewards(
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
@@ -146,12 +169,12 @@ def collect(policy, value, reference, tokenizer, problems, reward, args):
     stats = common.rollout_stats(rollout, args.group_size)
     # The returns contain V, so they cannot judge it. With V = 0 and lam = 1 gae sums the rewards.
     _, returns_to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)
-    stats |= common.explained_variance(returns_to_go, rollout["values"], mask)
+    stats |= explained_variance(returns_to_go, rollout["values"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
 
-def update(policy, value, optimizers, rollout, args):
+def update(policy, critic, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
     statistics of the rows that have a gradient: means, and the largest ratio."""
     logged = []
@@ -160,13 +183,16 @@ def update(policy, value, optimizers, rollout, args):
             rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
-                loss, stats = policy_loss(logp, b["old_logp"], b["adv"], b["mask"], args)
+                loss, stats = policy_loss(
+                    logp, b["old_logp"], b["adv"], b["mask"], args.eps_low, args.eps_high)
                 (loss / rows).backward()
-                values = common.token_values(value, b, args)  # V, with gradient
-                v_loss, v_stats = value_loss(values, b["values"], b["returns"], b["mask"], args)
+                values = token_values(critic, b, args)  # V, with gradient
+                v_loss, v_stats = value_loss(
+                    values, b["values"], b["returns"], b["mask"], args.eps_value)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(stats | v_stats)
-            logged.append(optimizers["policy"].step() | optimizers["value"].step("value_"))
+            logged.append(optimizers["policy"].clip_and_step()
+                          | optimizers["critic"].clip_and_step("value_"))
     return common.means(logged)
 
 def main(args):
@@ -174,30 +200,28 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    value = common.load_value(policy)  # a copy of the policy with a new head, which is 0
+    critic = make_critic(policy)
     # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
-    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta > 0 else None
+    reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     # The eps of Adam is that of Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
-                  "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
-    parts = optimizers | {"critic": value}  # what a checkpoint has besides the policy
+                  "critic": common.Optimizer(critic, args.value_lr, args, eps=1e-5)}
+    parts = optimizers | {"V": critic}  # what a checkpoint has besides the policy
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
-    logger = common.Logger(args, start)
     if start == 0:
-        logger.log(0, common.evaluate(policy, tokenizer, held_out, reward, args))
+        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
         batch = common.batch_of(problems, step, args)                      # P problems
-        rollout, stats = collect(policy, value, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, value, optimizers, rollout, args)          # pi moves on
+        rollout, stats = collect(policy, critic, reference, tokenizer, batch, reward, args)
+        stats |= update(policy, critic, optimizers, rollout, args)         # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
-            stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
-        logger.log(step, stats, batch[0], rollout)
+            stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
+        common.log(args, step, stats, batch, rollout)
         if step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args, step, tokenizer, policy, parts)
-    logger.close()
 
 if __name__ == "__main__":
     common.launch(main, parse_args())

@@ -60,10 +60,10 @@ class Bench:
     def __init__(self, size, model, script_args, equal=0.0, against=None):
         P, G, S, T = SIZES[size][1] if model is None else (16, 8, 0, 48)
         given = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}", *script_args]
-        name = model or (common.TOY if size == "tiny" else size)  # the toy has settings of its own
+        if model or size != "tiny":  # tiny has the settings of the toy, which is trained without --model
+            given += ["--model", model or size]
         self.equal, self.other = equal, against and script_of(against)
-        self.args_of = {script: script.parse_args([*given, "--model", name])
-                        for script in (grpo, self.other) if script}
+        self.args_of = {script: script.parse_args(given) for script in (grpo, self.other) if script}
         self.args = self.args_of[grpo]
         P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
         self.table, self.gpu, self.is_real = {}, self.args.device != "cpu", model is not None
@@ -77,8 +77,9 @@ class Bench:
         else:
             self.make(size, P, S)
         self.work = dict(P=P, G=G, S=round(statistics.mean(map(len, self.prompts))), T=T)
-        self.reference = copy.deepcopy(self.model) if self.args.beta > 0 else None
-        self.optimizers = {"policy": common.Optimizer(self.model, 1e-9, self.args)}
+        self.reference = copy.deepcopy(self.model) if self.args.beta != 0 else None
+        self.optimizers_of = {script: {"policy": script.common.Optimizer(self.model, 1e-9, args)}
+                              for script, args in self.args_of.items()}
         self.head = self.model.get_output_embeddings().weight.numel()
         self.body = sum(weight.numel() for weight in self.model.base_model.parameters())
         self.body -= self.model.get_input_embeddings().weight.numel()  # a token reads one row of it
@@ -91,8 +92,11 @@ class Bench:
             self.model = transformers.AutoModelForCausalLM.from_config(config).train()
         if self.args.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
+        torch.backends.cuda.enable_cudnn_sdp(False)  # this, graphs and TF32 are as in common.load_policy
+        if self.gpu:
+            self.model.reader = common.RecordedReader
         if self.args.dtype == "bfloat16":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"  # as in common.load_policy
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(common.TOY)
         digits = self.tokenizer("0123456789")["input_ids"]
         self.prompts = [random.choices(digits, k=S) for _ in range(P)]
@@ -142,18 +146,18 @@ def rates(bench):
     bench.report("copy bandwidth", bench.bandwidth / 1e9, "GB/s")
     bench.report("matrix products", bench.rate / 1e12, "TFLOP/s")
 
-def plain_sample(model, prompts, group_size, temperature, stop, args):
+def plain_sample(model, prompts, group_size, temperature, stop, T):
     """common.sample by transformers' generate."""
     ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
     real = pad_sequence([torch.ones_like(prompt) for prompt in ids], True, 0, "left")
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     written = model.generate(
         pad_sequence(ids, True, 0, "left"), attention_mask=real, num_return_sequences=group_size,
-        max_new_tokens=args.max_new_tokens, eos_token_id=stop.tolist() or [-1], pad_token_id=0, **how)
+        max_new_tokens=T, eos_token_id=stop.tolist() or [-1], pad_token_id=0, **how)
     tokens = written[:, real.shape[1]:]
     return tokens, torch.zeros(tokens.shape, device=model.device)
 
-def plain_micro_batches(batch, tokens, *_):
+def plain_micro_batches(batch, tokens):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
     rows = max(1, tokens // batch["ids"].shape[1])
     for i in range(0, len(batch["ids"]), rows):
@@ -161,11 +165,11 @@ def plain_micro_batches(batch, tokens, *_):
 
 def plain_logprobs(model, batch, args):
     """log_softmax of whole logits, (N, L, V) in float32, and a gather."""
-    with common.autocast(args):
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         logits = model(input_ids=batch["ids"], attention_mask=batch["attention"], use_cache=False).logits
     logp = (logits[:, :-1].float() / args.temperature).log_softmax(-1)
     logp = logp.gather(2, batch["ids"][:, 1:, None]).squeeze(2)  # (N, L - 1)
-    start = (batch["attention"].sum(1) - batch["mask"].sum(1).long() - 1)[:, None]
+    start = batch["prompt_length"][:, None] - 1
     place = (start + torch.arange(batch["mask"].shape[1], device=logp.device)).clamp(max=logp.shape[1] - 1)
     return logp.gather(1, place) * batch["mask"]
 
@@ -198,12 +202,14 @@ def one_step(bench, script=grpo):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
     parts, problems = {}, [{"prompt": prompt} for prompt in bench.prompts]
-    reward, args = lambda *_: rewards(bench), bench.args_of[script]  # noqa: E731
+    reward, args = lambda problems, texts: rewards(bench), bench.args_of[script]  # noqa: E731
+    if hasattr(bench.model, "reader"):  # a checkout with its own graphs; an older one knows no reader
+        bench.model.reader = getattr(script.common, "RecordedReader", None)
     given = bench.model, bench.reference, bench.tokenizer, problems, reward, args
     with mock.patch.object(script.common, "generate", timed):
         collected, (batch, _) = bench.seconds(lambda: script.collect(*given))
     parts["log-probs"] = collected - parts["sampling"]
-    given = bench.model, bench.optimizers, batch, args
+    given = bench.model, bench.optimizers_of[script], batch, args
     parts["update"], _ = bench.seconds(lambda: script.update(*given))
     if "has_gradient" in batch:
         batch = {name: batch[name][batch["has_gradient"]] for name in ("attention", "mask")}

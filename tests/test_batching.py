@@ -5,24 +5,27 @@ import random
 
 import pytest
 import torch
-from conftest import Trainer, make_batch, random_batch, save_tiny, settings, spy
+from conftest import Trainer, holes, make_batch, random_batch, save_tiny, settings, spy
 
 import common
 import grpo
 
 @pytest.mark.parametrize("tokens", [1, 40, 100, 350, 10**6])
 def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
-    """Also a row over the budget, which goes alone. All tensors are cut alike, to the part's longest row."""
+    """Also a row over the budget, which goes alone. Tensors are cut to the part's longest row or completion,
+    whatever its mask; those of other shapes stay whole."""
     batch = random_batch(23, seed=1, prompt=(1, 30), completion=(1, 40))
+    seen, lengths, T = [], batch["mask"].sum(1), batch["mask"].shape[1]
     batch |= {"adv": torch.rand(23, 1), "rewards": torch.rand(23), "old_logp": -batch["mask"]}
-    seen = []
+    batch |= {"wide": torch.rand(23, T + 2), "narrow": torch.rand(23, 2), "deep": torch.rand(23, T, 3)}
+    batch["mask"] = holes(batch["mask"])
     for part in common.micro_batches(batch, tokens):
         rows, (n, L), T = part["row"].tolist(), part["ids"].shape, part["mask"].shape[1]
         assert n * L <= tokens or n == 1
-        assert L == part["attention"].sum(1).max() and T == part["mask"].sum(1).max()
+        assert L == part["attention"].sum(1).max() and T == lengths[rows].max()
         for name, width in [("ids", L), ("attention", L), ("mask", T), ("old_logp", T), ("adv", 1)]:
             assert torch.equal(part[name], batch[name][rows, :width]) and not batch[name][rows, width:].any()
-        assert torch.equal(part["rewards"], batch["rewards"][rows])
+        assert all(torch.equal(part[x], batch[x][rows]) for x in ("rewards", "wide", "narrow", "deep"))
         seen += rows
     assert sorted(seen) == list(range(23))
 
@@ -51,13 +54,16 @@ def test_minibatches_keep_groups_whole(P, G, count):
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
-    """Micro-batches, cut as in the update, are sorted by length; what comes back is not."""
+    """Micro-batches, cut as in the update, are sorted by length; what comes back is not. What is not computed
+    is NaN: a 0 would look like a log-prob."""
     rollout = random_batch(18, seed=3)
+    rollout["has_gradient"][[2, 9]] = False
     rollout["x"] = rollout["mask"] * torch.rand(rollout["mask"].shape)
     args = settings(grpo, minibatches=4, group_size=2, micro_batch_tokens=tokens)
     calls = spy(monkeypatch, common, "micro_batches")
     scores = common.micro_batched(lambda factor, b, _: b["x"] * factor, 0.6, rollout, args)
-    assert torch.equal(scores, rollout["x"] * 0.6)
+    assert scores[[2, 9]].isnan().all() and scores.isnan().sum() == scores[[2, 9]].numel()
+    assert torch.equal(scores[rollout["has_gradient"]], rollout["x"][rollout["has_gradient"]] * 0.6)
     minibatches = [part["row"].tolist() for part in common.minibatches(rollout, 4, 2)]
     assert [(call.batch["row"].tolist(), call.tokens) for call in calls] == [(m, tokens) for m in minibatches]
 
@@ -76,12 +82,8 @@ def test_rows_without_a_gradient_are_not_computed(name, monkeypatch):
     [gradient, again], stats = trainer.gradients(rollout)
     assert sorted(row for call in calls for row in call.batch["row"].tolist()) == sorted(others * 2)
     everything = rollout | {"has_gradient": torch.ones(12, dtype=torch.bool)}
-    everything["old_logp"] = common.micro_batched(
-        common.token_logprobs, trainer.policy, everything, trainer.args).detach().double()
-    everything["old_logp"][others] = rollout["old_logp"][others]
-    calls.clear()
+    everything["old_logp"] = rollout["old_logp"].nan_to_num(-1.0)
     [whole, _], _ = trainer.gradients(everything)
-    assert len(calls) > 2 and sum(len(call.batch["row"]) for call in calls) == 24
     torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-12)
     assert torch.equal(gradient, again) and gradient.norm() > 0.01
 
@@ -109,17 +111,18 @@ def test_statistics_are_weighted_by_their_counts():
     assert common.means(logged) == {"a": 0.25, "m_max": 9, "late": 0.5}
 
 def test_rollout_statistics_leave_padding_out():
-    """Length, entropy (an estimate, the mean of the sampler's -log pi: 8.8 / 9) and KL are over tokens. KL
-    is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the others 1. The sampler's
-    log-probs are off by .3 and -.3 in the first row and by .2 in the second: of tokens the mean square is
-    (.09 + .09 + .04) / 9, of the means of rows, 0 and .2, it is .04 / 4."""
-    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    """And tokens that do not count. Length, entropy (estimated: the mean of the sampler's -log pi is 8.8 / 9)
+    and KL are over tokens. KL is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the
+    others 1. The sampler's log-probs are off by .3 and -.3 in the first row and by .2 in the second: of tokens
+    the mean square is (.09 + .09 + .04) / 9, of the means of rows, 0 and .2, it is .04 / 4."""
+    mask = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]])
     rollout = {"mask": mask, "rewards": torch.tensor([1.0, 1, 0, 1]), "old_logp": -mask, "ref_logp": -mask,
                "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask,
                "has_gradient": torch.ones(4, dtype=torch.bool)}
     rollout["ref_logp"][0, 1:] += math.log(2)
     rollout["sampled_logp"][0, :2] += torch.tensor([0.3, -0.3])
     rollout["sampled_logp"][1, 0] += 0.2
+    rollout["old_logp"][mask == 0] = 9.0  # after the mask was made
     stats = common.rollout_stats(rollout, 2)
     assert stats.pop("kl") == pytest.approx(2 * (2 - math.log(2) - 1) / 9)
     assert stats == pytest.approx({
@@ -130,7 +133,7 @@ def test_rollout_statistics_leave_padding_out():
     assert common.rollout_stats(rollout, 12)["zero_variance_groups"] == 1
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
-    rollout["has_gradient"] = torch.tensor([False, True, True, True])  # the first row has no old_logp
+    rollout["has_gradient"], rollout["old_logp"][0] = torch.tensor([False, True, True, True]), math.nan
     stats = common.rollout_stats(rollout, 2)
     assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
     assert stats["sampling_sequence_difference"] == pytest.approx(math.sqrt(0.04 / 3))
@@ -181,13 +184,14 @@ def test_equals_adamw_with_warm_up_and_clipping(eps):
         large, small = draws(step + 1)
         for model in (ours, theirs):
             model.backward(large * (0.1 if step % 3 else 3), small * near)
-        stats, norm = mine.step("value_"), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3).item()
+        stats = mine.clip_and_step("value_")
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3).item()
         adamw.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 5)
         adamw.step()
         adamw.zero_grad()
         assert stats == {"value_skipped": (0, 1), "value_zero_gradient": (0, 1),
                          "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
-        torch.testing.assert_close(list(ours.w), list(theirs.w), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(list(ours.w), list(theirs.w), rtol=1e-5, atol=1e-6)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(dtype, tmp_path):
@@ -198,7 +202,7 @@ def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(dtype, tmp_
     before = [p.detach().clone() for p in model.parameters()]
     mine = common.Optimizer(model, 1e-6, args)
     common.token_logprobs(model, random_batch(20), args).sum().backward()
-    mine.step()
+    mine.clip_and_step()
     still = sum((old == new).sum().item() for old, new in zip(before, model.parameters()))
     assert still < 0.2 * model.num_parameters()
 
@@ -212,11 +216,11 @@ def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
         if step == 2:
             for factor in (1.0, bad, 2.0):
                 models[0].backward(torch.full((7, 3), factor), torch.ones(5))
-            assert ours.step() == {"skipped": (1, 1), "zero_gradient": (0, 1)}
+            assert ours.clip_and_step() == {"skipped": (1, 1), "zero_gradient": (0, 1)}
         for model, opt in zip(models, (ours, clean)):
             model.backward(*draws(step + 1))
-            assert opt.step()["skipped"] == (0, 1)
+            assert opt.clip_and_step()["skipped"] == (0, 1)
     assert all(map(torch.equal, *(model.parameters() for model in models)))
-    assert ours.steps_taken == clean.steps_taken == 5
-    for a, b in zip(ours.adamw.state.values(), clean.adamw.state.values()):
+    assert ours.param_groups[0]["steps"] == clean.param_groups[0]["steps"] == 5
+    for a, b in zip(ours.state.values(), clean.state.values()):
         assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))

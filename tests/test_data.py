@@ -1,28 +1,26 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
+import tokenizers
 import torch
 import transformers
+from conftest import LOOKS, TINY, char_tokenizer, refused, save_tiny, spy, sums, train, write_jsonl
 
 import common
 import grpo
-from conftest import LOOKS, TINY, char_tokenizer, refused, save_tiny, spy, sums, train, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("here")
 
 def load(flags=""):
     """The training and the held-out problems of a command."""
     def main(args):
-        args.max_prompt_tokens = min(args.max_prompt_tokens, 252)  # as load_policy does
         loaded.extend(common.load_problems(args, transformers.AutoTokenizer.from_pretrained(args.model)))
     loaded, line = [], f"{TINY} --device cpu --out loading --system_prompt '' {flags}"
-    args = grpo.parse_args(shlex.split(line))
-    common.launch(main, args)
+    common.launch(main, grpo.parse_args(shlex.split(line)))
     shutil.rmtree("loading")
     return loaded
 
@@ -32,7 +30,14 @@ def questions(problems):
 def rollout(*texts):
     return {"texts": list(texts), "ids": torch.zeros(len(texts), 1)}
 
-# ---- Files ---------------------------------------------------------------------------------------
+def splits_of(train_rows, held_out=()):
+    """A data set directory with these rows, the held-out ones by default sums."""
+    Path("mine").mkdir()
+    write_jsonl("mine/train.jsonl", train_rows)
+    write_jsonl("mine/test.jsonl", held_out or sums(9))
+    return "--dataset mine"
+
+# ---- Files, splits and columns ----
 
 @pytest.mark.parametrize("kind, how", [
     ("jsonl", {}), ("json", {"lines": False}), ("csv", {}), ("parquet", {})])
@@ -44,25 +49,20 @@ def test_every_format_gives_the_same_rows(kind, how):
     assert {problem["answer"] for problem in train_set} <= {row["answer"] for row in sums(30)}
 
 def test_a_directory_gives_its_splits():
-    Path("set").mkdir()
-    write_jsonl("set/train.jsonl", sums(12))
-    write_jsonl("set/test.jsonl", sums(6, start=100))
-    train_set, held_out = load("--dataset set --eval_problems 100")
+    flags = splits_of(sums(12), sums(6, start=100))
+    train_set, held_out = load(f"{flags} --eval_problems 100")
     assert questions(train_set) == questions(sums(12))
     assert sorted(questions(held_out)) == sorted(questions(sums(6, start=100)))
-    swapped = load("--dataset set --split test --eval_split train --eval_problems 100")
+    swapped = load(f"{flags} --split test --eval_split train --eval_problems 100")
     assert list(map(len, swapped)) == [6, 12]
 
-def test_a_name_with_a_bracket_or_a_star_is_no_pattern(capsys):
-    """f1.jsonl was read in place of f[1].jsonl. A directory with such a name cannot be read."""
+def test_a_name_with_a_bracket_or_a_star_is_no_pattern():
+    """f1.jsonl was read in place of f[1].jsonl."""
     for i, (name, other) in enumerate([("f[1]", "f1"), ("g*", "g1"), ("h?", "h1")]):
         write_jsonl(f"{name}.jsonl", sums(20, start=100 * i))
         write_jsonl(f"{other}.jsonl", sums(20, start=900))
         both = load(f"--dataset '{name}.jsonl' --eval_problems 20")
         assert sorted(questions(sum(both, []))) == sorted(questions(sums(20, start=100 * i)))
-        Path(name).mkdir()
-        with refused(capsys, f"--dataset {name}", "[, * or ?"):
-            load(f"--dataset '{name}'")
 
 def test_of_several_configurations_main_is_read():
     """openai/gsm8k, of the README's second command, has main and socratic: none is the default."""
@@ -75,32 +75,17 @@ def test_of_several_configurations_main_is_read():
     train_set, held_out = load("--dataset several --eval_problems 20")
     assert sorted(questions(train_set + held_out)) == sorted(questions(sums(20)))
 
-GOOD, UNREADABLE = '{"question": "1+1", "answer": "2"}\n', '{"question": "%d", "answer": ""}\n'
-BAD_FILES = {  # what is wrong: (flags, the file's content or None, what the line names)
-    "a broken line": ("--dataset bad.jsonl", GOOD * 16 + '{"question": "x",\n' + GOOD, "bad.jsonl JSON row"),
-    "empty": ("--dataset bad.jsonl", "", "bad.jsonl"),
-    "of an unknown kind": ("--dataset bad.txt", GOOD, "bad.txt .jsonl"),
-    "not there": ("--dataset gone.jsonl", None, "FileNotFoundError"),
-    "not on the hub": ("--dataset nobody/gone", None, "nobody/gone"),
-    "a directory without data": ("--dataset model", None, "--dataset model directory"),
-    "no such question column": ("--question_column problem", None, "problem --question_column answer"),
-    "no such answer column": ("--answer_column solution", None, "solution --answer_column question"),
-    "nothing readable": ("--dataset bad.jsonl", "".join(UNREADABLE % i for i in range(30)), "bad.jsonl"),
-    "one row": ("--dataset bad.jsonl", GOOD, "bad.jsonl 0 problems of 0 none"),  # none is too long
-    "all too long": ("--max_prompt_tokens 3", None, "data.jsonl --max_prompt_tokens")}
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_data_is_named_in_one_line(case, capfd):
-    flags, content, words = BAD_FILES[case]
-    if content is not None:
-        Path(flags.split()[1]).write_bytes(content.encode())
-    with refused(capfd, *words.split()):
+@pytest.mark.parametrize("flags, words", [
+    ("--question_column problem", "--question_column answer question"),
+    ("--answer_column solution", "--answer_column answer question"),
+    ("--dataset empty.jsonl", "empty.jsonl no training problems"), ("--max_prompt_tokens 3", "no training problems")])
+def test_columns_that_are_not_there_and_data_of_which_nothing_is_left_are_named(flags, words, capsys):
+    write_jsonl("empty.jsonl", [{"question": str(i), "answer": ""} for i in range(30)])
+    with refused(capsys, *words.split()):
         load(flags)
 
-# ---- Splits and columns --------------------------------------------------------------------------
-
 def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
-    """Not by the answer, the order of the rows, the other rows or the seed."""
+    """Not by the answer, the order of the rows, the other rows or the seed: equal questions stay together."""
     rows = sums(200)
     write_jsonl("a.jsonl", rows + [row | {"answer": "another #### 1"} for row in rows[:100]])
     write_jsonl("b.jsonl", rows[::-2])
@@ -109,6 +94,11 @@ def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
     assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and 20 <= len(a[1]) <= 60
     half = set(questions(rows[::-2]))
     assert b == [a[0] & half, a[1] & half]
+
+def test_what_is_trained_on_is_never_held_out():
+    """Not with one split of two given twice, either."""
+    train, held_out = load(f"{splits_of(sums(60))} --eval_split train")
+    assert train and held_out and not set(questions(train)) & set(questions(held_out))
 
 def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed(monkeypatch):
     """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. To save
@@ -120,27 +110,6 @@ def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed(mo
     numbers = [questions(rows).index(question) for question in exams[0]]
     assert 60 < sum(numbers) / 20 < 140 and len(prepared[1].rows) == 40
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(capsys):
-    for name, splits in {"both": ["train", "test"], "lone": ["train"], "exam": ["test"]}.items():
-        Path(name).mkdir()
-        for split in splits:
-            write_jsonl(f"{name}/{split}.jsonl", sums(20))
-    for flags, words in {
-            "both --split dev": "--split dev train, test", "lone --split dev": "--split dev train",
-            "both --eval_split dev": "--eval_split dev", "exam": "--split train test"}.items():
-        with refused(capsys, *words.split()):
-            load(f"--dataset {flags}")
-    sizes = {flags: list(map(len, load(f"--dataset {flags} --eval_problems 99")))
-             for flags in ("lone", "exam --split test")}
-    assert sizes["lone"] == sizes["exam --split test"] and sum(sizes["lone"]) == 20 and min(sizes["lone"]) > 0
-
-def splits_of(train_rows, held_out=()):
-    """A data set directory with these rows, the held-out ones by default sums."""
-    Path("mine").mkdir()
-    write_jsonl("mine/train.jsonl", train_rows)
-    write_jsonl("mine/test.jsonl", held_out or sums(9))
-    return "--dataset mine"
-
 def test_problems_keep_all_columns_which_may_have_other_names():
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "level": 3}
             for row in sums(20)]
@@ -150,44 +119,50 @@ def test_problems_keep_all_columns_which_may_have_other_names():
     assert train_set[0]["level"] == 3 and train_set[0]["problem"] == sums(1)[0]["question"]
     assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
 
-def test_rows_that_cannot_be_used_are_counted_by_cause_and_left_out(capsys):
-    """Six causes once had the one name "over --max_prompt_tokens or no readable answer"."""
+def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     rows = sums(10)
     rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}, {"question": "???"}]
     rows += [{"answer": "1"}, {"question": "", "answer": "1"}]
     rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
     flags = f"{splits_of(rows)} --max_prompt_tokens 60"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    line = next(line for line in capsys.readouterr().out.splitlines() if "to train on" in line)
-    assert line.startswith("11 ") and "of 19" in line
-    for cause in ("2 no question", "3 too long", "3 no readable answer"):
-        assert cause in line
+    assert "11 training problems; 8 " in capsys.readouterr().out
 
-def test_rows_without_a_gold_answer_are_kept_where_the_reward_needs_none():
-    """--answer_column "" says so; there need not be such a column."""
+def test_of_too_many_rows_some_are_drawn_at_random_with_a_warning(monkeypatch, capsys):
+    """As Python objects, DAPO's 1.79 million rows took 16 GB."""
+    monkeypatch.setattr(common, "MOST_ROWS", 20)
+    flags = splits_of(sums(200))
+    drawn = questions(load(flags)[0])
+    assert len(set(drawn)) == 20 and drawn == questions(load(flags)[0])
+    assert not set(drawn) <= set(questions(sums(100))), "the first rows"
+    assert capsys.readouterr().out.count("warning: using 20 of 200 rows") == 2
+
+# ---- Answers ----
+
+def test_rows_without_a_gold_answer_are_kept_where_the_reward_needs_none(capsys):
+    """--answer_column "" says so; there need not be such a column. With answer_reward right completions would
+    earn 0 for ever."""
     rows = sums(3) + [{"question": "?", "answer": ""}, {"question": "??"}]
     flags = splits_of(rows)
     assert len(load(flags)[0]) == 3
     own, held_out = load(f"{flags} --answer_column ''")
     assert len(own) == 5 and held_out and own[0]["answer"] == ""
-
-def test_the_reward_that_needs_answers_is_refused_where_there_are_none(capsys):
-    """--answer_column "" leaves problems without one: right completions would earn 0 for ever."""
     with refused(capsys, '--answer_column ""', "answer_reward"):
         train(grpo, f"{TINY} --answer_column ''")
-    own = common.rewards_of(lambda problems, texts: [2.0], [{"answer": ""}], rollout("a"))
-    assert own.tolist() == [2]
 
-def test_what_is_trained_on_is_never_held_out():
-    """Not with one split of two given twice, either."""
-    train, held_out = load(f"{splits_of(sums(60))} --eval_split train")
-    assert train and held_out and not set(questions(train)) & set(questions(held_out))
+def test_golds_that_are_numbers_can_be_earned_and_an_empty_cell_is_none():
+    """As 1e+16 and 0.30000000000000004 no completion had them."""
+    golds = {1e16: "10000000000000000", 0.1 + 0.2: "0.3", 2.0: "2", -0.5: "-1/2", 7.0: "7", 1e-7: "0.0000001"}
+    rows = [{"question": str(i), "answer": gold} for i, gold in enumerate(golds)]
+    problems, _ = load(splits_of(rows, rows))
+    assert common.answer_reward(problems, [f"#### {text}" for text in golds.values()]) == [1] * len(golds)
+    assert common.answer_reward(problems, ["#### 3"] * len(golds)) == [0] * len(golds)
+    assert [common.text_of(value) for value in (float("nan"), None, 0)] == ["", "", "0"]
 
-def test_an_empty_cell_of_a_table_is_no_question_and_no_answer():
-    nan = float("nan")
-    assert [common.text_of({"a": value}, "a", None) for value in (nan, None, 0, 2.5)] == ["", "", "0", "2.5"]
+# ---- Prompts ----
 
-# ---- Prompts -------------------------------------------------------------------------------------
+def turn(role, content):
+    return {"role": role, "content": content}
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
 @pytest.mark.parametrize("look", LOOKS)
@@ -196,7 +171,7 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
     save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
     problem, *_ = load(f"--model tiny --system_prompt '{system}'")[0]
     tokenizer, question = transformers.AutoTokenizer.from_pretrained("tiny"), problem["question"]
-    chat = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
+    chat = [turn("system", system)] * bool(system) + [turn("user", question)]
     if tokenizer.chat_template:
         own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
@@ -206,30 +181,24 @@ def test_prompts_are_the_templates_own_tokenisation(look, system):
         own = bos + [tokenizer.convert_tokens_to_ids(character) for character in text]
     assert problem["prompt"] == own and own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
-@pytest.mark.parametrize("look", ["chatml", "plain"])
-def test_a_thousand_prompts_are_those_of_one_at_a_time(look):
-    """In their order, also behind the first thousand, where another batch begins; blanks around a question
-    stay. None is padded."""
-    save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
-    tokenizer, rows = transformers.AutoTokenizer.from_pretrained("tiny"), sums(1100)
-    rows[5]["question"] = "  1 + 1? \n "
-    for problem, row in zip(load(f"--model tiny {splits_of(rows)}")[0], rows, strict=True):
-        own = tokenizer(row["question"] + "\n")["input_ids"]
-        if look == "chatml":
-            chat = [turn("user", row["question"])]
-            own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        assert problem["question"] == row["question"] and problem["prompt"] == own
+def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
+    """After its end-of-sequence token a base model has nothing to say."""
+    plain, ending = char_tokenizer(), char_tokenizer()
+    ending.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", ending.eos_token_id)])
+    chat = [turn("system", "Add."), turn("user", "1 + 1?")]
+    assert ending("?")["input_ids"][-1] == ending.eos_token_id
+    assert common.prompt_of(chat, ending) == common.prompt_of(chat, plain) == plain("Add.\n1 + 1?\n")["input_ids"]
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("column", ["question", "prompt"])
-def test_a_question_may_be_a_chat(column, look):
+def test_a_question_may_be_a_chat(look):
     """As in TRL's data sets, there in the column prompt. The model was asked the repr of the list."""
     save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
     alone = [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
     led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
-    rows = [{column: chat, "answer": "#### 2"} for chat in (alone, talk, led)]
-    flags = f"--model tiny {splits_of(rows, rows)} --question_column {column}"
+    rows = [{"prompt": chat, "answer": "#### 2"} for chat in (alone, talk, led)]
+    flags = f"--model tiny {splits_of(rows, rows)} --question_column prompt"
     tokenizer = transformers.AutoTokenizer.from_pretrained("tiny")
 
     def ids(chat):
@@ -244,43 +213,28 @@ def test_a_question_may_be_a_chat(column, look):
     brief = [turn("system", "Brief.")]
     assert [problem["prompt"] for problem in train_set] == [ids(brief + alone), ids(brief + talk), ids(led)]
 
-def turn(role, content):
-    return {"role": role, "content": content}
-
-@pytest.mark.parametrize("column, value", [
-    ("question", ["1 + 1?"]), ("question", {"text": "1 + 1?"}), ("question", [{"text": "1 + 1?"}]),
-    ("question", [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]), ("question", []),
-    *[("question", [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "text: 2"}])
-      for role in ("assistant", "Assistant", "gpt", "model", "tool", "system")],
-    ("answer", [2]), ("answer", {"value": 2})])
-def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(column, value, capsys):
+@pytest.mark.parametrize("column, value, words", [
+    ("question", {"text": "1 + 1?"}, "neither a text"), ("answer", [2], "neither a text"),
+    ("answer", {"value": 2}, "neither a text"),
+    ("question", [turn("user", [{"type": "text", "text": "1 + 1?"}])], "neither a text"),
+    ("question", [turn("user", "1 + 1?"), turn("assistant", "2")], "may end with the answer"),
+    ("question", [turn("user", "1 + 1?"), turn("gpt", "2")], "may end with the answer")])
+def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(column, value, words, capsys):
     rows = [row | {column: value} for row in sums(9)]
-    with refused(capsys, "--dataset mine", f"column {column}", "text"):
+    with refused(capsys, words):
         load(splits_of(rows, rows))
-
-@pytest.mark.parametrize("template", [
-    "{{ raise_exception('no chats') }}", "{% for m in messages %}", "{{ messages[0]['nothing'].upper() }}",
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages }}"])
-def test_a_chat_template_that_fails_is_one_line(template, capsys):
-    """It raised through 40 lines of jinja2. Gemma's has no system role."""
-    save_tiny("odd", "llama", char_tokenizer(template))
-    with refused(capsys, "--model odd", "template", "--system_prompt"):
-        load("--model odd --system_prompt Brief.")
-    if "system" in template:
-        load("--model odd")
 
 def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
     """The toy, asked GSM8K, was trained on <unk><unk>..."""
     known, unknown = sums(1)[0]["question"], "\u00e9" * 15
     rows = [{"question": question, "answer": "1"} for question in [unknown] * 9 + [known]]
-    with refused(capsys, "--model model", "does not know", "--dataset mine"):
+    with refused(capsys, "tokenizer knows", "--dataset mine"):
         load(splits_of(rows))
     few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]  # it may know most of it
-    Path("few").mkdir()
-    [write_jsonl(f"few/{split}.jsonl", few) for split in ("train", "test")]
-    assert len(load("--dataset few")[0]) == 8
+    shutil.rmtree("mine"), shutil.rmtree("loading", ignore_errors=True)
+    assert len(load(splits_of(few, few))[0]) == 8
 
-# ---- Rewards -------------------------------------------------------------------------------------
+# ---- Rewards ----
 
 def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers():
     def tell(problems, completions):
@@ -291,12 +245,23 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
         rewards = common.rewards_of(lambda problems, completions: given, [{}], rollout("a", "b"))
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
 
+def test_a_reward_with_three_parameters_gets_the_rollout_in_training_and_evaluation(monkeypatch):
+    """So both are paid by one function, lengths and cut-off completions included."""
+    def short(problems, completions, rollout):
+        assert len(problems) == len(completions) == len(rollout["finished"])
+        paid.append((rollout["mask"].sum(1) + 100 * rollout["finished"]).tolist())
+        return paid[-1]
+    paid = []
+    monkeypatch.setattr(common, "answer_reward", short)
+    held_out, step = train(grpo, f"{TINY} --answer_column '' --max_new_tokens 7")
+    evaluated, trained, again = ([sum(numbers) / len(numbers)] for numbers in paid)
+    assert [held_out["eval_reward"]] == pytest.approx(evaluated) and [step["reward"]] == pytest.approx(trained)
+    assert [step["eval_reward"]] == pytest.approx(again) and len(paid[0]) == 2 and len(paid[1]) == 4
+
 @pytest.mark.parametrize("given, words", [
-    (lambda n: [0.5] * (n - 1) + [float("nan")], "finite nan"), (lambda n: [1e39] * n, "finite inf"),
-    (lambda n: [1.0], "2 finite returned 1: [1.0]"),
-    (lambda n: [1.0] * 4096, "2 finite returned 4096: [...]")])
-def test_a_reward_that_gives_no_numbers_is_blamed_in_one_line(given, words, monkeypatch, capsys):
-    """The numbers are shown, unless there are too many."""
-    monkeypatch.setattr(common, "answer_reward", lambda problems, completions: given(len(completions)))
-    with refused(capsys, "the reward function", *words.split()):
-        train(grpo, TINY)
+    ([0.5, float("nan"), 1, 1], ["nan for row 1", "'1+1?'", "'b'"]), ([1, 1, 1, 1e999], ["inf for row 3", "'2+2?'"]),
+    ([0, 0, None, 0], ["None for row 2", "'2+2?'", "'c'"]), ([1.0], ["1 numbers for 4 completions"])])
+def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
+    with refused(capsys, "the reward function returned", *words):
+        common.rewards_of(lambda problems, completions: given, [{"question": "1+1?"}, {"question": "2+2?"}],
+                          rollout(*"abcd"))

@@ -11,12 +11,11 @@ import grpo
 import gspo
 import ppo
 
-# Flags of the scripts, by what they do to the sums below:
-CLIP = "--eps_low .2 --eps_high .2"   # clips a ratio below .8 and above 1.2
-UPPER = "--eps_low .9 --eps_high .2"  # clips only above 1.2: no ratio here is below .1
-LOWER = "--eps_low .2 --eps_high 9"   # clips only below .8: no ratio here is above 10
-WIDE = "--eps_low .9 --eps_high 9"    # clips nothing here
-K3, WK3 = "--beta 1 --kl k3", "--beta 1 --kl wk3"
+# eps_low and eps_high, by what they do to the sums below:
+CLIP = 0.2, 0.2   # clips a ratio below .8 and above 1.2
+UPPER = 0.9, 0.2  # clips only above 1.2: no ratio here is below .1
+LOWER = 0.2, 9    # clips only below .8: no ratio here is above 10
+WIDE = 0.9, 9     # clips nothing here
 COMPLETION = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and pi_old of one completion: w = 1.2, 1.25, .9
 
 def tensor(numbers):
@@ -26,15 +25,14 @@ def near(found, expected, within=1e-6):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
 
-def objective(script, flags, pi, old, A, ref=None, mask=None):
+def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", token_level=False, mask=None):
     """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
     the shape (completions, tokens), and A may be (completions, 1)."""
     logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
     mask = torch.ones_like(old) if mask is None else mask
     refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
-    no_kl = " --beta 0" if script is grpo and ref is None else ""
-    args = script.parse_args((flags + no_kl).split())
-    loss, _ = script.policy_loss(logp, old, *refs, A, mask, args)
+    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl, token_level]}[script]
+    loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
     return -loss.item(), torch.autograd.grad(-loss, logp)[0]
 
 # --- (1) advantages
@@ -82,9 +80,10 @@ def test_2_gspo_token_has_an_advantage_for_every_token():
     """--token_level is the paper's GSPO-token, in which every token may have an advantage A_t of its own. The
     ratio s_t of a token has the value of s, but only log pi_t has a gradient in it. So the push is s A_t/3,
     and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO."""
-    token = WIDE + " --token_level"
-    near(objective(gspo, token, *COMPLETION, [[1, 0, -1]]), (0, [[0.368403, 0, -0.368403]]))
-    near(objective(gspo, token, *COMPLETION, [[2, 2, 2]]), objective(gspo, WIDE, *COMPLETION, [[2]]))
+    found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]], token_level=True)
+    near(found, (0, [[0.368403, 0, -0.368403]]))
+    found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]], token_level=True)
+    near(found, objective(gspo, WIDE, *COMPLETION, [[2]]))
 
 # --- (3) clip
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -112,7 +111,7 @@ def test_3_what_a_token_can_gain(script, eps, old, A, pi, J):
 def test_3_gspo_clips_a_whole_completion(A, J, push):
     """The ratio s = 1.105209 is above 1.1. With A = 1, J is 1.1, and no token is pushed, not even that with
     w = .9. With A = -1 the min takes -s, and every token is pushed by -s/3, which brings s back."""
-    near(objective(gspo, "--eps_low .3 --eps_high .1", *COMPLETION, [[A]]), (J, [[push] * 3]))
+    near(objective(gspo, (0.3, 0.1), *COMPLETION, [[A]]), (J, [[push] * 3]))
 
 # --- (4) KL. The KL of gspo.py is that of grpo.py, but its beta is 0 by default
 def test_4_ppo_puts_the_penalty_into_the_reward():
@@ -124,24 +123,24 @@ def test_4_ppo_puts_the_penalty_into_the_reward():
     rewards = ppo.token_rewards(reward, old.log(), ref.log(), mask, 0.1)
     near(rewards, [[-0.069315, 0, 1.069315], [0, 4.930685, 0]])
 
-@pytest.mark.parametrize("flags, A, J, push", [
-    (K3, 0, -0.5, [[1], [-0.5], [0]]),
-    (WK3, 0, -0.5, [[0.693147], [-0.693147], [0]]),
-    ("--beta .04 --kl k3", 0.02, 0.06 - 0.04 * 0.5, [[0.06], [0], [0.02]])])
-def test_4_grpo_k3(flags, A, J, push):
+@pytest.mark.parametrize("beta, kl, A, J, push", [
+    (1, "k3", 0, -0.5, [[1], [-0.5], [0]]),
+    (1, "wk3", 0, -0.5, [[0.693147], [-0.693147], [0]]),
+    (0.04, "k3", 0.02, 0.06 - 0.04 * 0.5, [[0.06], [0], [0.02]])])
+def test_4_grpo_k3(beta, kl, A, J, push):
     """With x = pi_ref/pi = 2, 1/2, 1, k3 = x - ln x - 1 is 1 - .6931, .6931 - .5 and 0. The sum is .5, so
     with A = 0 and beta = 1, J is -.5. At pi = pi_old the push is A + beta (x - 1), equation 21 of the
     paper: for x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A +
     beta ln x."""
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
-    near(objective(grpo, flags, *rows), (J, push))
+    near(objective(grpo, CLIP, *rows, beta, kl), (J, push))
 
 def test_4_grpo_penalty_against_advantage():
     """A is .01, beta .02, pi_old .5, and pi is just below .6 = 1.2 x .5, where the clip begins. For pi_ref
     = .5, .1 and nearly 0, dJ/dpi = A/pi_old - beta (1 - pi_ref/pi)/pi = .02 - .0333 (1 - pi_ref/.6)
     is .0144, -.0078 and -.0133. The push is pi times that, as d log pi = d pi/pi."""
     rows = [[0.6 - 1e-6]] * 3, [[0.5]] * 3, [[0.01]] * 3, [[0.5], [0.1], [1e-50]]
-    push = objective(grpo, CLIP + " --beta .02", *rows)[1]
+    push = objective(grpo, CLIP, *rows, beta=0.02)[1]
     near(push / 0.6, [[0.014444], [-0.007778], [-0.013333]])
 
 # A vocabulary of four tokens: their probabilities under pi, pi_ref and pi_old, from logits z.
@@ -162,15 +161,15 @@ def test_4_ppo_penalty_is_the_reverse_kl():
     near([-(PI * rewards).sum(), c - PI * c.sum()], [0.199658, REVERSE])
 
 @pytest.mark.parametrize("kl, old, mean, gradient", [
-    (K3, PI, 0.199658, FORWARD),
-    (WK3, PI, 0.199658, REVERSE),
-    (WK3, OLD, 0.199658, REVERSE),
-    (K3, OLD, 0.244449, [[0.015933], [-0.343106], [0.238485], [0.088689]])])
+    ("k3", PI, 0.199658, FORWARD),
+    ("wk3", PI, 0.199658, REVERSE),
+    ("wk3", OLD, 0.199658, REVERSE),
+    ("k3", OLD, 0.244449, [[0.015933], [-0.343106], [0.238485], [0.088689]])])
 def test_4_grpo_k3_has_the_gradient_of_the_forward_kl(kl, old, mean, gradient):
     """For tokens drawn from pi, the mean of k3 is KL(pi||ref), but the mean of its gradient is that of
     KL(ref||pi). With w k3 both the mean and the gradient are those of KL(pi||ref), and also if the tokens
     are drawn from pi_old. If they are drawn from pi_old, k3 without w has neither."""
-    rows = [objective(grpo, kl, PI[[i]], old[[i]], [[0]], REF[[i]]) for i in range(4)]
+    rows = [objective(grpo, CLIP, PI[[i]], old[[i]], [[0]], REF[[i]], 1, kl) for i in range(4)]
     c = -old * torch.cat([push for _, push in rows])
     found = -sum(chance * J for chance, (J, _) in zip(old[:, 0], rows))
     near([found, c - PI * c.sum()], [mean, gradient])
@@ -186,7 +185,7 @@ def test_5_ppo_value_loss(V, R, loss, slope):
     .6^2/2 = .18. A V that has left it away from R is brought back: .5^2/2 = .125. A V that has left it
     towards R is held, and its slope is 0: (1.2 - 2)^2/2 = (.8 - 0)^2/2 = .32."""
     values, mask = tensor([[V, V], [V, V]]).requires_grad_(), tensor([[1, 1], [1, 0]])
-    found, _ = ppo.value_loss(values, mask, R * mask, mask, ppo.parse_args(["--eps_value", ".2"]))
+    found, _ = ppo.value_loss(values, mask, R * mask, mask, 0.2)
     slopes = torch.autograd.grad(found, values)[0]  # the loss is a mean over the tokens of a completion
     near([found.item(), slopes], [2 * loss, [[slope / 2, slope / 2], [slope, 0]]])
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -20,8 +21,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Recorder, by_text, make_batch, newest, random_batch, refused, same, settings,
-                      slopes, tensor64, tiny_model, train)
+from conftest import (ROOT, Recorder, by_text, call, make_batch, newest, random_batch, refused, same,
+                      settings, slopes, spy, tensor64, tiny_model, train)
 from safetensors.torch import load_file
 
 import common
@@ -31,6 +32,13 @@ PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun"})
 OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
+
+def module_of(path):
+    """A file as a module."""
+    spec = importlib.util.spec_from_file_location(f"of_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 def make_copy(name):
     """Patch a copy of grpo.py, which is NAME.py here. The patch applies without fuzz or offset."""
@@ -43,10 +51,7 @@ def fork(tmp_path, monkeypatch):
     """Name of a patch -> the patched grpo.py as a module. few.json has problems of the toy."""
     def load(name):
         make_copy(name)
-        spec = importlib.util.spec_from_file_location(f"fork_{name}", f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return module_of(tmp_path / f"{name}.py")
     monkeypatch.chdir(tmp_path)
     with (ROOT / "tests" / "toy" / "train.jsonl").open() as file:
         Path("few.json").write_text("".join(itertools.islice(file, 1500)))
@@ -78,8 +83,8 @@ def terms(name, logp, old, A, constant):
     return gain
 
 def weight(name, length):
-    """Of a token in the sum over rows."""
-    return {"dapo": 1, "tpo": 1, "dr_grpo": 1 / 8}.get(name, 1 / length)
+    """Of a token in the sum over rows. (In dapo the advantage has a part of it, tested below.)"""
+    return {"tpo": 1, "dr_grpo": 1 / 8}.get(name, 1 / length)
 
 def rows(seed):
     """Six completions of 1 to 6 tokens, signs of A alternating: log-probs, old ones and the reference's up
@@ -110,7 +115,8 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed, fork):
             total += weight(name, n) * (sum(gain) - beta * sum(kl))
         return total
     x = logp.clone().requires_grad_()
-    loss, stats = module.policy_loss(x, old, ref, adv, mask, args)
+    given = {"logp": x, "old_logp": old, "ref_logp": ref, "adv": adv, "mask": mask, "args": args}
+    loss, stats = call(module.policy_loss, given)
     assert -loss.item() == pytest.approx(J(logp))
     torch.testing.assert_close(-torch.autograd.grad(loss, x)[0], slopes(J, logp), rtol=1e-5, atol=1e-7)
     if "clip_frac" in stats:  # tokens of both signs have met the clip
@@ -130,7 +136,7 @@ def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
     mixed = torch.tensor([True, True, False, False, True, True])
     rollout |= {"adv": adv[:, None], "old_logp": logp.detach(), "mixed": mixed}
     weights = torch.tensor([weight(name, n) for n in lengths.tolist()])
-    by = {"dapo": lengths[mixed].sum(), "tpo": 1}.get(name, 6)
+    by = {"dapo": 4, "tpo": 1}.get(name, 6)  # dapo: the rows of groups with right and wrong answers
     loss = -(logp.sum(1) * adv * weights).sum() / by
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     recorder = Recorder(model)
@@ -150,30 +156,31 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **
     """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
     and, if there is one, of the reference; `state` is what a fork keeps from step to step."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
-    texts = [f"7+2=9\n#### {i}" if i % 2 else "#### 9" for i in range(len(lengths))]
-    rollout = {"ids": mask, "mask": mask, "sampled_logp": mask, "texts": texts}
-    rollout |= {"finished": mask[:, 0] > 0, "has_gradient": mask[:, 0] > 0}
+    rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
+    rollout |= dict.fromkeys(("finished", "has_gradient"), mask[:, 0] > 0)
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
-    logprobs = lambda _, model, *__: mask if model is None else mask * model  # noqa: E731
+
+    def logprobs(_, model, rollout, __):
+        logp = mask if model is None else mask * model
+        return logp.masked_fill(~rollout["has_gradient"][:, None], math.nan)
     monkeypatch.setattr(common, "micro_batched", logprobs)
     problems = [{"prompt": [i]} for i in range(len(lengths) // flags["group_size"])]
-    policy, reference = (*logps, None)[:2]
-    args = settings(module, **flags)
-    return module.collect(policy, reference, *state, None, problems, lambda *_: rewards, args)
+    models, args = (*logps, None)[:2], settings(module, **flags)
+    return module.collect(*models, *state, None, problems, lambda *_: rewards, args)
 
-def test_dapo_punishes_length(fork, monkeypatch):
-    """The paper's penalty at 20,480 tokens with a margin of 4,096: 0 up to 16,384, -1 at 20,480."""
-    args = {"group_size": 4, "max_new_tokens": 20480}
-    rollout, _ = collected(fork("dapo"), monkeypatch, [1, 1, 1, 0], [100, 16384, 18432, 20480], **args)
-    assert rollout["rewards"].tolist() == pytest.approx([1, 1, 0.5, -1])
-
-def test_dapo_leaves_out_groups_without_right_and_wrong(fork, monkeypatch):
-    """Also where the penalty makes the rewards of a group differ."""
-    args = {"group_size": 2, "max_new_tokens": 10}
-    rollout, _ = collected(fork("dapo"), monkeypatch, [1, 1, 0, 0, 1, 0], [3, 10, 10, 3, 3, 3], **args)
-    assert rollout["mixed"].tolist() == [False] * 4 + [True] * 2
-    assert [a > 0 for a in rollout["adv"][:, 0].tolist()] == [False] * 4 + [True, False]
-    assert rollout["adv"][:4].abs().max() == 0 and rollout["adv"].shape == (6, 1)
+def test_dapo_weighs_the_tokens_of_a_group_alike_and_leaves_out_other_groups(fork, monkeypatch):
+    """In update a token has A of (1) by |o_i| and by the rows of mixed groups; in the paper's equation 8 the
+    plain A by the tokens of its group, of which the mean over groups is taken. In the second group only the
+    penalty makes the rewards differ: all its answers are right."""
+    rewards, lengths = [1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 1], [3, 5, 1, 2, 9, 3, 3, 3, 7, 8, 10, 1]
+    given = {"group_size": 4, "max_new_tokens": 10}
+    rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, **given)
+    assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
+    for group in (0, 8):
+        paid, tokens = rewards[group:group + 4], lengths[group:group + 4]
+        A = [(r - statistics.mean(paid)) / (statistics.stdev(paid) + 1e-4) for r in paid]
+        found = [x / n / 8 for x, n in zip(rollout["adv"][group:group + 4, 0].tolist(), tokens)]
+        assert found == pytest.approx([x / sum(tokens) / 2 for x in A])
 
 @pytest.mark.parametrize("rewards, lengths, beta", [
     ([1, 0], [2, 1], 0.5), ([1, 0, 0, 1, 0, 1], [3, 1, 5, 5, 2, 4], 0.04)])
@@ -182,9 +189,8 @@ def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(rewards, lengths, b
     this token on; then mean 0 and deviation 1 over all tokens. The first case by hand: 1.1, 1.2, -.1."""
     logps = torch.tensor([[-0.3, -0.9, -0.5, -2, -1]]), torch.tensor([[-0.5, -0.5, -0.1, -1, -2]])
     k1 = [a - b for a, b in zip(logps[0][0].tolist(), logps[1][0].tolist())]  # .2, -.4, -.4, -1, 1
-    module = fork("reinforce_pp")
-    short = [x[:, :max(lengths)] for x in logps]
-    rollout, _ = collected(module, monkeypatch, rewards, lengths, short, group_size=2, beta=beta)
+    short, given = [x[:, :max(lengths)] for x in logps], {"group_size": 2, "beta": beta}
+    rollout, _ = collected(fork("reinforce_pp"), monkeypatch, rewards, lengths, short, **given)
     to_go = [[r - beta * sum(k1[t:n]) for t in range(n)] for r, n in zip(rewards, lengths)]
     every = [x for row in to_go for x in row]
     mean, deviation = statistics.mean(every), statistics.stdev(every)
@@ -192,35 +198,41 @@ def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(rewards, lengths, b
         assert adv[:len(row)] == pytest.approx([(x - mean) / deviation for x in row], rel=1e-3)
     assert sum(lengths) > 3 or every == pytest.approx([1.1, 1.2, -0.1])
 
-def test_format_reward(fork, monkeypatch):
-    """Work and then the answer on a last line earn a tenth of a right answer; both are logged apart."""
-    module = fork("format_reward")
-    good = ["1+1=2\n#### 2", "7+2=9\n9-4=5\n#### 5\n"]
-    bad = ["#### 9", "1+1=2\n#### 2\nbye", "1+1=2", "\n#### 9", ""]
-    assert module.form_reward([{}] * 7, good + bad) == [1, 1, 0, 0, 0, 0, 0]
-    rollout, stats = collected(module, monkeypatch, [1, 1, 1, 0], [3] * 4, group_size=4, max_new_tokens=8)
-    assert rollout["rewards"].tolist() == pytest.approx([1, 1.1, 1, 0.1])
-    assert (stats["answer_reward"], stats["form_reward"], stats["reward"]) == pytest.approx((0.75, 0.5, 0.8))
+@pytest.mark.parametrize("name, paid", [
+    ("dapo", [1, 0, 0.5, -1]),  # the paper's margin of a fifth: 0 up to 16,384 tokens, -1 at 20,480
+    ("format_reward", [1.1, 0.1, 1, 0])])  # work, and then the answer on a last line, earn a tenth
+def test_one_function_pays_training_and_held_out_problems(name, paid, fork, monkeypatch):
+    """It is caught in a run, then asked about four completions, of which the first and third are right."""
+    module = fork(name)
+    evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
+    train(module, "--dataset few.json --steps 1 --prompts 2 --eval_problems 4")
+    reward, = {one.reward for one in evaluated + trained}
+    evaluated[0].args.max_new_tokens = 20480
+    mask = (torch.arange(20480) < torch.tensor([[100], [16384], [18432], [20480]])).float()
+    texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]
+    rollout = {"ids": mask, "mask": mask, "texts": texts}
+    assert common.rewards_of(reward, [{"answer": "5"}] * 4, rollout).tolist() == pytest.approx(paid)
+    assert name == "dapo" or 0 < trained[0].result[1]["form_reward"] < 1
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_runs_and_learns_the_toy(name, fork):
     """In four steps, from half of the answers right to over 70 %."""
     module = fork(name)
     flags = "".join(f" --{flag} {value}" for flag, value in OPTIONS.get(name, {}).items())
-    start, first, *_, last = train(module, LEARNS + flags)
-    assert (start["step"], first["step"], last["step"]) == (0, 1, 4)
+    _, first, *_, last = train(module, LEARNS + flags)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
 
 @pytest.mark.parametrize("icepop", [False, True])
 def test_tis_weighs_tokens_by_trainer_over_sampler(icepop, fork, monkeypatch):
-    """The sampler's log-probs are 1 in this stand-in; 0 on padding. Where the weight is 1 it is GRPO."""
+    """The sampler's log-probs are 1 in this stand-in; 0 on padding. Where the weight is 1 it is GRPO. The
+    second group has no gradient, and its old log-probs are NaN."""
     logs = [math.log(m) for m in (1, 0.4, 1.5, 1.9, 2.1)]
-    logp = torch.tensor([[1 + x for x in logs], [1.0] * 5])
+    logp = torch.tensor([[1 + x for x in logs], *[[1.0] * 5] * 3])
     given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
-    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0], [5, 3], **given)
+    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 1], [5, 3, 4, 4], **given)
     A = 0.5 / (math.sqrt(0.5) + 1e-4)
     m = [1, 0 if icepop else 0.4, 1.5, 1.9, 0 if icepop else 2]
-    torch.testing.assert_close(rollout["adv"], A * torch.tensor([m, [-1.0] * 5]))
+    torch.testing.assert_close(rollout["adv"], A * torch.tensor([m, [-1.0] * 5, [0.0] * 5, [0.0] * 5]))
     assert stats["outside"] == pytest.approx((2 if icepop else 1) / 8)
 
 def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
@@ -242,25 +254,21 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     """For W + s B A the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
-    for args.dtype in ("float32", "bfloat16"):
-        base, policy = tiny_model(), tiny_model()
+    for args.dtype in ("bfloat16", "float32"):
+        base, policy, merged = models = [tiny_model() for _ in range(3)]
         module.add_adapters(policy, args)
-        logp = common.token_logprobs(policy, batch, args)
-        assert torch.equal(logp, common.token_logprobs(base, batch, args))
-    args.dtype = "float32"
-    base, policy, merged = (tiny_model(dtype=torch.float64) for _ in range(3))
-    module.add_adapters(policy, args)
-    adapters = [p for p in policy.double().parameters() if p.requires_grad]
+        assert torch.equal(*(common.token_logprobs(model, batch, args) for model in (policy, base)))
+    base, policy, merged = (model.double() for model in models)
+    adapters = [p for p in policy.parameters() if p.requires_grad]
     for p in adapters:
         p.data += 0.1 * torch.randn_like(p)
+    assert len(adapters) == 2 * 14
     merged.load_state_dict(policy.state_dict())  # its keys are those of a plain model
     one, other = (common.token_logprobs(model, batch, args) for model in (policy, merged))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     (one + other).sum().backward()
-    layers = [[layer for layer in model.base_model.modules() if isinstance(layer, torch.nn.Linear)]
-              for model in (policy, merged)]
-    assert len(adapters) == 2 * 14
-    for layer, plain in zip(*layers, strict=True):
+    pairs = zip(*(model.base_model.modules() for model in (policy, merged)), strict=True)
+    for layer, plain in ((x, y) for x, y in pairs if isinstance(x, module.LoRA)):
         G, s = plain.weight.grad, 32 / 3
         torch.testing.assert_close(layer.A.grad, s * layer.B.T @ G, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(layer.B.grad, s * G @ layer.A.T, rtol=1e-5, atol=1e-5)
@@ -269,8 +277,7 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     off = common.token_logprobs(policy, batch, args)
     assert torch.equal(off, common.token_logprobs(base, batch, args)) and not torch.equal(off, one)
     policy.float().save_pretrained(tmp_path / "saved")
-    loaded, found = type(policy).from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not any(found.values())
+    loaded = type(policy).from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
     with refused(capsys, "--model", "torch.nn.Linear"):
         module.add_adapters(tiny_model("gpt2"), args)
@@ -296,25 +303,18 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
         shutil.copy(ROOT / name, name)
     for name in OBJECTIVES:
         make_copy(name)
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "not learns"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "not learns"], stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stdout.decode()
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_fork_is_small_and_says_what_it_is(name, fork):
-    """At most 30 changed lines, more for a fork that adds a class or two parts; its docstring names it."""
-    changed = [line for line in PATCHES[name].read_text().splitlines()[2:] if line[0] in "+-"]
-    assert 0 < len(changed) <= {"dapo": 40, "reinforce_pp": 40, "lora": 75, "spo": 75}.get(name, 30)
-    titles = {"dr_grpo": "DR. GRPO: ", "reinforce_pp": "REINFORCE++: ", "format_reward": "GRPO WITH A SECOND",
-              "entropy": "GRPO WITH AN ENTROPY"}
-    assert fork(name).__doc__.upper().startswith(titles.get(name, f"{name.upper()}: "))
-
-def test_the_readme_names_every_fork_and_shows_one():
-    """All forks by name, and the two lines of code that RLOO changes as they stand in its patch."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_pages_name_every_fork_and_show_one():
+    """The number of lines that each changes, and the two lines of code that RLOO changes."""
+    readme, page = ((ROOT / name / "README.md").read_text(encoding="utf-8") for name in ("", "tests/forks"))
+    lines = {name: re.findall(r"^[+-](?!-- a/|\+\+ b/).*", path.read_text(encoding="utf-8"), re.M)
+             for name, path in PATCHES.items()}
+    counts = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| \.\d+ \|$", page, re.M)
+    assert sorted(counts) == sorted((name, str(len(found))) for name, found in lines.items())
     shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
-    changed = PATCHES["rloo"].read_text(encoding="utf-8").splitlines()
-    assert shown == [line for line in changed if line[1:].startswith("    adv = ")] and len(shown) == 2
+    assert shown == [line for line in lines["rloo"] if line[1:].startswith("    adv = ")] and len(shown) == 2
     assert all(f"`{name}`" in readme for name in PATCHES)
 
 # ---- torchrun ------------------------------------------------------------------------------------
@@ -343,7 +343,8 @@ def train_all(folder, world, patch):
         script.common.generate, script.common.answer_reward = by_prompt, by_text
         script.common.check_model = lambda *_: None  # it asks generate
         flags = ("--model model --dataset data.jsonl --device cpu --prompts 5 --group_size 3 --epochs 2 "
-                 f"--max_new_tokens 9 --warmup_steps 0 --micro_batch_tokens 200 --eval_problems 3 {out}")
+                 "--max_prompt_tokens 200 --max_new_tokens 9 --warmup_steps 0 --micro_batch_tokens 200 "
+                 f"--eval_problems 3 {out}")
         lines = [f"{flags} --steps 1", f"{out} --resume --steps 2"]
         for line in lines if name == "ppo" else [f"{flags} --steps 2"]:
             script.common.launch(script.main, script.parse_args(line.split()))
@@ -354,7 +355,7 @@ def result(out):
     found = {line[:10] + name: torch.tensor([1e-2, x]) for line in lines
              for name, x in json.loads(line).items() if name != "seconds"}
     for name, part in torch.load(newest(out) / "optimizer.pt").items():
-        weights = part["adamw"]["state"] if "adamw" in part else {"": part}
+        weights = part["state"] if "state" in part else {"": part}
         found |= {f"{name} {i} {key}": x for i, held in weights.items() for key, x in held.items()}
     return found | load_file(newest(out) / "model.safetensors")
 
@@ -375,15 +376,30 @@ def runs(world, tmp_path_factory):
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
 def test_two_processes_train_as_one(name, runs):
     """Losses and all else that is logged, weights, Adam's means of gradients and squares, to 1e-5 of the
-    largest value; not if processes divide by their own rows."""
-    one, two = (result(runs[0] / folder / name) for folder in ("one", "two"))
+    largest value; not if processes divide by their own rows. All completions are beside their questions."""
+    folders = [runs[0] / folder / name for folder in ("one", "two")]
+    one, two = map(result, folders)
     assert one.keys() == two.keys() and len(one) > 60
     assert not [key for key, x in one.items() if (x - two[key]).abs().max() > 1e-5 * x.abs().max()]
-    found = {path.name for path in (runs[0] / "two" / name).iterdir()}
-    assert found == {".lock", "args.json", "metrics.jsonl", "step-2"}
+    files = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in folders]
+    assert files[0] == files[1]
+    for path in (path for path in files[0] if path.parent.name == "completions"):
+        records = [sorted((folder / path).read_text().splitlines()) for folder in folders]
+        asked = [[line.partition(', "right"')[0] for line in lines] for lines in records]
+        assert asked[0] == asked[1] and len(asked[0]) in (3, 15), path
 
-def test_only_the_first_process_prints(runs):
-    assert runs[1].count("problems to train on") == runs[1].count("model and checkpoint") == 4
+def test_the_first_process_alone_prints(runs):
+    assert runs[1].count(" training problems; ") == 4 and runs[1].count("held out after 2 steps") == 3
+
+def test_a_script_without_the_lines_of_the_patch_is_refused(runs, monkeypatch):
+    """It would train on a part of the log-probs: each process computes those of its own rows."""
+    patched = module_of(runs[0] / "two" / "common.py")
+    monkeypatch.setattr(patched, "WORLD", 2)
+    rollout = random_batch(5)
+    with pytest.raises(SystemExit, match="common.gathered .*torchrun.patch"):
+        list(patched.micro_batches(rollout, 100))
+    mine, = patched.micro_batches(rollout | {"gathered": rollout["row"] >= 0}, 10 ** 6)
+    assert len(mine["ids"]) == 3
 
 if __name__ == "__main__":
     torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)

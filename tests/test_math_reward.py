@@ -24,7 +24,9 @@ x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 |
 1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | 2x+1 ~ 1+2x | \text{(D)} ~ D |
 \text{Ann, Bo} ~ \mathrm{Bo, Ann} | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches |
 \frac{x}{2} ~ x/2 | \sqrt\frac34 ~ \sqrt\tfrac{3}{4} | 10% ~ 10 | 10 ~ 10\% |
-D ~ \textbf{(D)} | D ~ \mathbf{D}
+D ~ \textbf{(D)} | D ~ \mathbf{D} | 9 ~ 9 kg | 9 ~ 9 seconds | 9 ~ 9 ft | 9 ~ **9** | -7 ~ –7 |
+3/8 ~ \displaystyle\frac{3}{8} | x \le 4 ~ x \le4 | 1234 ~ 1{,}234~km | 5\pi ~ 5\pi\text{ cm} |
+5\sqrt{17} ~ 5\sqrt{17}\text{ cm} | \frac{\ln 2}{3} ~ \dfrac{\ln 2}{3} | a<1 or a>4 ~ a < 1 \text{ or } a > 4
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
@@ -40,8 +42,10 @@ UNEQUAL = pairs(r"""
 x<4 ~ x>4 | x<4 ~ x \le 4 | x ≤ 4 ~ x ≥ 4 | x \le 4 ~ x \geq 4 | ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ |
 1 ~ 1 \frac{1}{11} | 5 ~ 5 squared | 3 ~ 3 quarters | 5 ~ 5 pi | 9 ~ 9**9**9**9 | 5 ~ \sin 5 |
 9 ~ __import__('os') | (1,2,3,4) ~ (1,3,2,4) | 1+x<y+2 ~ 2+x<y+1 | x^-2-3 ~ x^-3-2 | 1/-2-3 ~ 1/-3-2 |
-0.1 ~ 10% | 10% ~ 0.1 | \sqrt{3}/4 ~ \sqrt\frac34 | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 | 5 ~ 5m |
-1234567 ~ 1234,567
+0.1 ~ 10% | 10% ~ 0.1 | \sqrt{3}/4 ~ \sqrt\frac34 | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 |
+1234567 ~ 1234,567 | \frac{\ln 2}{3} ~ \ln\frac{2}{3} | \frac{\sin 2}{3} ~ \sin\frac23 |
+\frac{\log_2 5}{3} ~ \log_2\frac{5}{3} | \frac{x^2}{3} ~ x^\frac{2}{3} |
+a<1 or a>4 ~ a<1 and a>4 | x \le 1 \text{ or } x>4 ~ x \le 1 \text{ and } x>4
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
 so \boxed{4} ~ 4 | \boxed{\frac{1}{2}} ~ \frac{1}{2} | \boxed{\{1\}} ~ \{1\} |
@@ -84,13 +88,14 @@ def test_gold_in_any_form_readable_or_not():
 
 def test_every_example_beside_a_pattern_or_in_a_docstring_holds():
     source = inspect.getsource(common)
-    lines = source.partition("SPELLINGS = [")[2].partition("\n]")[0].splitlines()[1:]
+    lines = source.partition("SPELLINGS = [")[2].partition("\n]")[0].splitlines()
+    lines = [line.partition(" # ")[2].rpartition(": ")[2] for line in lines if " -> " in line]
     for (pattern, new), line in zip(common.SPELLINGS, lines, strict=True):
-        before, _, after = line.rpartition("  # ")[2].partition(", which")[0].partition(" -> ")
+        before, _, after = line.partition("; but ")[0].removesuffix(".").partition(" -> ")
         assert " ".join(re.sub(pattern, new, before).split()) == " ".join(after.split()) != before, line
     numbers = re.search("^NUMBER = .*  # (.*)", source, re.M)[1].split(", ")
     assert len(numbers) > 3 and all(re.fullmatch(common.NUMBER, number) for number in numbers)
-    for function in (common.before_closing_brace, canonical, common.canonical_sum, common.exact):
+    for function in (common.before_closing_brace, canonical, common.exact):
         examples = re.findall("'([^']*)' -> '([^']*)'", function.__doc__)
         assert examples and all(function(before) == after for before, after in examples), examples
 

@@ -2,7 +2,7 @@
 collect and the update of both models from whole logits."""
 import pytest
 import torch
-from conftest import TINY, Trainer, random_batch, save_tiny, settings, slopes, train
+from conftest import TINY, Trainer, generate_holes, holes, random_batch, settings, slopes, tiny_model, train
 
 import common
 import ppo
@@ -11,13 +11,14 @@ def ragged(*lengths):
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
 
 def double_sum(rewards, values, mask, gamma, lam):
-    """GAE as the paper prints it, one row and one token at a time: A_t = sum_l (gamma lam)^l delta_{t+l}."""
+    """GAE as the paper prints it, one row and one token at a time: A_t = sum_l (gamma lam)^l delta_{t+l}.
+    Tokens that do not count are taken out of the lists."""
     adv = torch.zeros_like(rewards)
-    for i, n in enumerate(mask.sum(1).long().tolist()):
-        r, V = rewards[i, :n].tolist(), values[i, :n].tolist() + [0.0]
-        delta = [r[t] + gamma * V[t + 1] - V[t] for t in range(n)]
-        for t in range(n):
-            adv[i, t] = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
+    for i, counts in enumerate(mask > 0):
+        r, V = rewards[i, counts].tolist(), values[i, counts].tolist() + [0.0]
+        delta = [r[t] + gamma * V[t + 1] - V[t] for t in range(len(r))]
+        adv[i, counts] = torch.tensor([sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:]))
+                                       for t in range(len(r))], dtype=adv.dtype)
     return adv
 
 # --- (5) the critic's loss
@@ -32,12 +33,12 @@ def value_loop(values, old, returns, mask, eps):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_critics_loss_equals_a_float_loop(seed):
-    """The clip is around the old value; a row without tokens adds nothing."""
+    """The clip is around the old value; neither a row without tokens nor a token without mask adds to it."""
     torch.manual_seed(seed)
-    mask, args = ragged(8, 1, 0, 6), settings(ppo, eps_value=0.3)
+    mask = holes(ragged(8, 1, 0, 6))
     old, noise, gap = torch.randn(3, 4, 8).double()
     values, returns = (old + 0.8 * noise).requires_grad_(), old + 2 * gap
-    loss, stats = ppo.value_loss(values, old, returns, mask, args)
+    loss, stats = ppo.value_loss(values, old, returns, mask, 0.3)
     gradient, values = torch.autograd.grad(loss, values)[0], values.detach()
     expected = slopes(lambda x: value_loop(x, old, returns, mask, 0.3), values)
     assert loss.item() == pytest.approx(value_loop(values, old, returns, mask, 0.3), rel=1e-10)
@@ -47,58 +48,53 @@ def test_the_critics_loss_equals_a_float_loop(seed):
 
 # --- the critic
 
-@pytest.fixture
-def critic(family, tmp_path):
-    """A new value model, of a model of each family that was saved with dropout wherever it can be set."""
-    names = ["attn_pdrop", "resid_pdrop", "embd_pdrop"] if family == "gpt2" else ["attention_dropout"]
-    path = save_tiny(tmp_path / "model", family, **dict.fromkeys(names, 0.3))
-
-    def load(dtype="float32", head=0.0):
-        args = settings(ppo, model=path, dtype=dtype, max_prompt_tokens=8, max_new_tokens=8)
-        policy, _ = common.load_policy(args)
-        model = common.load_value(policy)
-        torch.manual_seed(7)
-        model.score.weight.data += head * torch.randn(1, 16)
-        return model, policy
-    return load
+def new_critic(family, head=0.0):
+    """A model and a new critic, whose head may be moved from where it starts."""
+    policy = tiny_model(family)
+    critic = ppo.make_critic(policy)
+    torch.manual_seed(7)
+    critic.score.weight.data += head * torch.randn(1, 16)
+    return policy, critic
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_are_exactly_zero_at_the_start(critic, dtype):
+def test_values_are_exactly_zero_at_the_start(family, dtype):
     """A random head would make the first advantages noise: it is zero, on a copy of the policy; it learns."""
-    (model, policy), batch = critic(dtype), random_batch(5)
-    values = common.token_values(model, batch, settings(ppo, dtype=dtype))
+    (policy, model), batch = new_critic(family), random_batch(5)
+    values = ppo.token_values(model, batch, settings(ppo, dtype=dtype))
     assert values.shape == batch["mask"].shape and values.dtype == torch.float32 and (values == 0).all()
     ours, theirs = dict(model.named_parameters()), dict(policy.base_model.named_parameters())
     assert ours.keys() - theirs.keys() == {"score.weight", "score.bias"}
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight) and ours[name].data_ptr() != weight.data_ptr()
     values.sum().backward()
-    assert model.training and model.score.weight.grad.abs().max() > 0
+    assert model.score.weight.grad.abs().max() > 0
 
-def test_v_t_is_the_value_of_the_state_before_token_t(critic):
-    """Against the critic run on each prefix alone. Nothing is random in training mode: dropout is off."""
-    (model, _), batch = critic(head=1.0), random_batch(6, seed=3)
-    values = common.token_values(model, batch, settings(ppo))
-    starts = batch["attention"].sum(1) - batch["mask"].sum(1).long()
-    model.eval()
-    for i, start in enumerate(starts.tolist()):
+def test_v_t_is_the_value_of_the_state_before_token_t(family):
+    """Against the critic run on each prefix alone."""
+    (_, model), batch = new_critic(family, head=1.0), random_batch(6, seed=3)
+    values = ppo.token_values(model, batch, settings(ppo))
+    for i, start in enumerate(batch["prompt_length"].tolist()):
         for t in range(int(batch["mask"][i].sum())):
             alone = model.score(model(batch["ids"][i:i + 1, :start + t]).last_hidden_state[0, -1])
             assert values[i, t].item() == pytest.approx(alone.item(), abs=1e-5)
     assert values.std() > 0.1 and (values[batch["mask"] == 0] == 0).all()
 
-def test_values_in_bfloat16_are_not_rounded(critic):
+def test_values_in_bfloat16_are_not_rounded(family):
     """Above 1 bfloat16 has only steps of .0078: too coarse for advantages and for small updates."""
-    model, _ = critic("bfloat16", head=0.01)
+    _, model = new_critic(family, head=0.01)
     model.score.bias.data.fill_(1.0)
-    values = common.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
+    values = ppo.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
 
 # --- collect, update, a run
 
-@pytest.mark.parametrize("group_size, whiten, beta", [(1, False, 0.2), (3, True, 0.2), (3, False, 0.0)])
-def test_collect_by_loops(group_size, whiten, beta):
-    """From sampled tokens to advantages, returns and what is logged of them, with nothing of ppo.py."""
+@pytest.mark.parametrize("group_size, whiten, beta, some", [
+    (1, False, 0.2, False), (3, True, 0.2, False), (3, False, 0.0, False), (3, True, 0.2, True)])
+def test_collect_by_loops(group_size, whiten, beta, some, monkeypatch):
+    """From sampled tokens to advantages, returns and what is logged of them, with nothing of ppo.py. If some
+    tokens do not count, the last that does has the reward, and GAE is that of a list without them."""
+    if some:
+        generate_holes(monkeypatch)
     trainer = Trainer(ppo, group_size=group_size, whiten=whiten, beta=beta, gamma=0.9, lam=0.8)
     if beta == 0:
         trainer.reference = None
@@ -106,18 +102,18 @@ def test_collect_by_loops(group_size, whiten, beta):
     rollout, stats, mask = trainer.rollout, trainer.stats, trainer.rollout["mask"]
     logp, ref, V, rewards = torch.zeros(4, *mask.shape).double()
     with torch.no_grad():
-        for i, n in enumerate(mask.sum(1).long().tolist()):
-            start = int(rollout["attention"][i].sum()) - n
-            for t in range(n):
+        for i, start in enumerate(rollout["prompt_length"].tolist()):
+            counts = mask[i].nonzero().flatten().tolist()
+            for t in counts:
                 prefix, token = rollout["ids"][i:i + 1, :start + t], rollout["ids"][i, start + t]
                 logp[i, t] = (trainer.policy(prefix).logits[0, -1] / 0.6).log_softmax(0)[token]
                 if beta:
                     ref[i, t] = (trainer.reference(prefix).logits[0, -1] / 0.6).log_softmax(0)[token]
                     rewards[i, t] = -beta * (logp[i, t] - ref[i, t])
-                V[i, t] = trainer.value.score(trainer.value(prefix).last_hidden_state[0, -1])
-            rewards[i, n - 1] += trainer.reward(None, [rollout["texts"][i]])[0]
+                V[i, t] = trainer.critic.score(trainer.critic(prefix).last_hidden_state[0, -1])
+            rewards[i, counts[-1]] += trainer.reward(None, [rollout["texts"][i]])[0]
     adv, tokens = double_sum(rewards, V, mask, 0.9, 0.8), mask > 0
-    returns, to_come = (adv + V) * mask, double_sum(rewards, 0 * V, mask, 0.9, 1.0)  # GAE's returns lean on V
+    returns, to_come = adv + V, double_sum(rewards, 0 * V, mask, 0.9, 1.0)  # GAE's returns lean on V
     if whiten:
         adv = (adv - adv[tokens].mean()) / adv[tokens].std(correction=0) * mask
     for name, expected in {"old_logp": logp, "values": V, "returns": returns, "adv": adv}.items():
@@ -134,22 +130,24 @@ def test_no_explained_variance_is_logged_of_equal_rewards():
     millions."""
     trainer = Trainer(ppo, beta=0.0)
     trainer.reference, trainer.reward = None, lambda problems, completions: [0.7] * len(completions)
-    torch.nn.init.normal_(trainer.value.score.weight)
+    torch.nn.init.normal_(trainer.critic.score.weight)
     trainer.collect()
     assert trainer.rollout["values"].abs().max() > 0.1 and "explained_variance" not in trainer.stats
+    one = torch.ones(1, 1)  # a variance of one number is NaN
+    assert ppo.explained_variance(one, one, one) == {}
 
 def test_the_critics_gradient_of_an_update():
     """A row at a time: shift, row means, the clip, vf_coef, division by the rows."""
     trainer, rollout = Trainer(ppo, vf_coef=0.3, eps_value=0.02).moved()
-    L = 0.0
-    for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
-        ids = rollout["ids"][i, :rollout["attention"][i].sum()]
-        V = trainer.value.score(trainer.value(ids[None]).last_hidden_state[0, -n - 1:-1])[:, 0]
-        R, V_old = (rollout[name][i, :n] for name in ("returns", "values"))
+    L, rollout["mask"] = 0.0, holes(rollout["mask"])
+    for i, counts in enumerate(rollout["mask"] > 0):
+        ids, column = rollout["ids"][i:i + 1], rollout["prompt_length"][i] + counts.nonzero()[:, 0]
+        V = trainer.critic.score(trainer.critic(ids).last_hidden_state[0, column - 1])[:, 0]
+        R, V_old = (rollout[name][i, counts] for name in ("returns", "values"))
         held = torch.maximum(torch.minimum(V, V_old + 0.02), V_old - 0.02)
         L += 0.5 * torch.maximum((V - R) ** 2, (held - R) ** 2).mean() / 12
     [gradient], stats = trainer.gradients(rollout)
-    expected = torch.autograd.grad(0.3 * L, list(trainer.value.parameters()), materialize_grads=True)
+    expected = torch.autograd.grad(0.3 * L, list(trainer.critic.parameters()), materialize_grads=True)
     expected = torch.cat([g.flatten() for g in expected])
     torch.testing.assert_close(gradient[-len(expected):], expected, rtol=1e-6, atol=1e-9)
     assert stats["value_loss"] == pytest.approx(L.item(), rel=1e-5)
@@ -162,7 +160,7 @@ def test_policy_and_critic_are_trained_apart():
         trainer.use_adam(lr=0.01)
         trainer.update()
         return [torch.cat([p.detach().flatten() for p in model.parameters()])
-                for model in (trainer.policy, trainer.value)]
+                for model in (trainer.policy, trainer.critic)]
     policy, value = weights_after()
     for scales in ({"returns": 100.0}, {"returns": -1.0, "vf_coef": 5.0}):
         other = weights_after(**scales)
@@ -173,6 +171,6 @@ def test_policy_and_critic_are_trained_apart():
 def test_a_run_has_adams_epsilon_of_the_papers_and_a_learning_rate_for_each_model(here, spread):
     train(ppo, TINY + " --value_lr 0.02")
     states = torch.load("run/step-1/optimizer.pt")
-    for name, lr in [("policy", 0.01), ("value", 0.02)]:
-        [group] = states[name]["adamw"]["param_groups"]
+    for name, lr in [("policy", 0.01), ("critic", 0.02)]:
+        [group] = states[name]["param_groups"]
         assert (group["eps"], group["lr"]) == (1e-5, lr)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, settings, spy, sums, write_jsonl
+from conftest import ROOT, refused, settings, spy, sums, write_jsonl
 from transformers import AutoTokenizer
 
 import common
@@ -56,16 +56,23 @@ def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
     assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
     assert sum(worked) == 20 * make.WORKED and len(pairs) - sum(worked) == 20 * make.GUESSED
 
-def test_sft_teaches_to_stop(here, monkeypatch):
-    """Every completion ends with the end of sequence: the model that RL starts from would never end one."""
+@pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
+def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch, capsys):
+    """With the end of sequence, or the model that RL starts from would never end one. Six rows are fewer than
+    --prompts 16: they were not trained."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "results")
     import sft
     calls, rows = spy(monkeypatch, sft, "train"), sums(6)
     write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in rows])
-    sft.main(settings(grpo, model="model", dataset="warmup.jsonl", prompts=2, out="sft", warmup_steps=0))
+    args = settings(grpo, model="model", dataset="warmup.jsonl", prompts=prompts, out="sft", warmup_steps=0)
+    sft.main(args)
     tokenizer = AutoTokenizer.from_pretrained("sft")
     learnt = [ids for _, completions in calls[0].batches for ids in completions]
     assert sorted(map(tokenizer.decode, learnt)) == sorted(row["answer"] + "<eos>" for row in rows)
+    assert len(calls[0].batches) == steps
+    args.dataset = "data.jsonl"
+    with refused(capsys, 'no column "solution"', "question, answer"):
+        sft.main(args)
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
@@ -87,4 +94,3 @@ def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5
         assert 0.48 < rows[1]["reward"] < 0.6 and sum(row["reward"] for row in rows[16:]) / 5 > 0.95
         assert name == "gspo" or 0.005 < sum(row["kl"] for row in rows[16:]) / 5 < 0.1
-

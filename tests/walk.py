@@ -6,7 +6,6 @@
 main, collect, update and policy_loss do the work. This program looks on, and it writes no files. The colour
 behind a token shows its push. In a pipe, or with NO_COLOR set, a sign below the token shows it.
 """
-import argparse
 import importlib
 import inspect
 import os
@@ -24,7 +23,7 @@ SHADES = {"+": (189, 153, 111, 75, 69), "-": (224, 217, 210, 203, 167), ".": [24
 def watch(script, args):
     """Run main. Returns what collect and update were given in the last step, the last eight rows of different
     rewards, and the log-probs of these rows: those of pi_old, then those after each optimiser step."""
-    seen, collect, update, step = {"script": script}, script.collect, script.update, common.Optimizer.step
+    seen, collect, update, step = {"script": script}, script.collect, script.update, common.Optimizer.clip_and_step
     def note(function, values, named):
         seen.update(inspect.signature(function).bind(*values, **named).arguments)
     def watched_update(*values, **named):
@@ -43,28 +42,31 @@ def watch(script, args):
         return stats
     with (mock.patch.object(script, "collect", wraps=collect) as collected,
           mock.patch.object(script, "update", watched_update),
-          mock.patch.object(common.Optimizer, "step", watched_step), mock.patch("builtins.print"),
-          mock.patch.multiple(common, Logger=mock.DEFAULT, save_checkpoint=mock.DEFAULT,
+          mock.patch.object(common.Optimizer, "clip_and_step", watched_step), mock.patch("builtins.print"),
+          mock.patch.multiple(common, log=mock.DEFAULT, save_checkpoint=mock.DEFAULT,
                               load_checkpoint=lambda *_: 0, evaluate=lambda *_: {})):
         script.main(args)
     return seen
 
 def call(function, given):
-    """Give a function what it asks for by the names of its parameters: those of the scripts differ."""
+    """Give a function what it asks for by the names of its parameters: those of the scripts differ. Numbers,
+    such as eps_low, come from the args."""
+    given = vars(given["args"]) | given
     return function(*(given[name] for name in inspect.signature(function).parameters))
 
 def pushes_of(seen, logp):
     """The push of each token, dJ/dlog pi, (n, T), where the policy has these log-probs: by policy_loss."""
     logp = logp.clone().requires_grad_()
-    args = argparse.Namespace(**vars(seen["args"]) | {"beta": 0})  # the KL would push clipped tokens, too
-    given = {"ref_logp": None} | seen["rows"] | {"logp": logp, "args": args}
+    given = {"ref_logp": None, "args": seen["args"]} | seen["rows"] | {"logp": logp}
+    given["beta"] = 0  # the KL would push clipped tokens, too
     return -torch.autograd.grad(call(seen["script"].policy_loss, given)[0], logp)[0]
 
 def tokens_of(seen, i):
     """The tokens of completion i of those that are shown, as texts without line breaks."""
-    ids, attention, mask = (seen["rollout"][name][seen["chosen"][i]] for name in ("ids", "attention", "mask"))
+    names = ("ids", "attention", "prompt_length")
+    ids, attention, start = (seen["rollout"][name][seen["chosen"][i]] for name in names)
     texts = (seen["tokenizer"].decode([token], skip_special_tokens=True) or "∎"
-             for token in ids[:attention.sum()][-int(mask.sum()):].tolist())
+             for token in ids[start:attention.sum()].tolist())
     return ["".join(c if c.isprintable() else "·" for c in text.replace("\n", "↵")) for text in texts]
 
 def listed(seen, entries, colour):
@@ -132,15 +134,14 @@ def screens(seen, colour):
 def main(argv=None):
     parser = common.make_parser(__file__, __doc__)
     parser.add_argument("--script", default="grpo", help="grpo, gspo, ppo or your own")
-    parser.add_argument("--after", type=common.non_negative_int, default=4, help="steps before the one shown")
+    parser.add_argument("--after", type=int, default=4, help="steps before the one shown")
     own, flags = parser.parse_known_args(argv)
-    with common.or_fail(f"--script {own.script}: no such script at the top level can be loaded"):
-        script = importlib.import_module(own.script)
+    script = importlib.import_module(own.script)
     args = script.parse_args([*flags, "--steps", str(own.after + 1)])
     print(f"{own.script}.py takes {own.after} steps in silence, then one that you watch.")
     seen = watch(script, args)
     if len(seen["rows"]["rewards"].unique()) == 1:
-        common.fail("all completions have one reward, and none is pushed: give another --after or --seed")
+        sys.exit("all completions have one reward, and none is pushed: give another --after or --seed")
     for title, text, lines in screens(seen, sys.stdout.isatty() and not os.environ.get("NO_COLOR")):
         print(f"\n---- {title + ' ':-<75}", textwrap.fill(text, 80), "", *lines, sep="\n")
         if sys.stdin.isatty() and sys.stdout.isatty():

@@ -4,6 +4,7 @@
     python tests/results/pushes.py pushes.png
 """
 import copy
+import inspect
 import sys
 from pathlib import Path
 
@@ -36,14 +37,14 @@ def measure(steps=4, prompts=32, group_size=8):
     args = ppo.parse_args(f"--device cpu --prompts {prompts} --group_size {group_size}".split())
     policy, tokenizer = common.load_policy(args)
     problems, _ = common.load_problems(args, tokenizer)
-    value, reference = common.load_value(policy), copy.deepcopy(policy)
+    critic, reference = ppo.make_critic(policy), copy.deepcopy(policy)
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
-                  "value": common.Optimizer(value, args.value_lr, args, eps=1e-5)}
+                  "critic": common.Optimizer(critic, args.value_lr, args, eps=1e-5)}
     for step in range(1, steps + 1):
         torch.manual_seed(step)
         batch = common.batch_of(problems, step, args)
-        rollout, _ = ppo.collect(policy, value, reference, tokenizer, batch, common.answer_reward, args)
-        ppo.update(policy, value, optimizers, rollout, args)
+        rollout, _ = ppo.collect(policy, critic, reference, tokenizer, batch, common.answer_reward, args)
+        ppo.update(policy, critic, optimizers, rollout, args)
     with torch.no_grad():
         logp = common.micro_batched(common.token_logprobs, policy, rollout, args)
     old, mask = rollout["old_logp"], rollout["mask"]
@@ -53,14 +54,15 @@ def measure(steps=4, prompts=32, group_size=8):
     for script, adv in [(ppo, rollout["adv"]), (grpo, group_adv), (gspo, group_adv)]:
         flags = script.parse_args("--device cpu --beta 0".split())
         x = logp.clone().requires_grad_()
-        no_reference = () if script is ppo else (None,)
-        loss, _ = script.policy_loss(x, old, *no_reference, adv, mask, flags)
+        given = vars(flags) | {"logp": x, "old_logp": old, "ref_logp": None, "adv": adv, "mask": mask}
+        names = inspect.signature(script.policy_loss).parameters
+        loss, _ = script.policy_loss(*(given[name] for name in names))
         pushes[script.__name__] = -torch.autograd.grad(loss, x)[0]
     kinds = four_kinds(rollout, group_size)
     shown = []
     for kind, row in kinds.items():
         T = int(mask[row].sum())
-        ids = rollout["ids"][row, rollout["attention"][row].sum() - T:][:T].tolist()
+        ids = rollout["ids"][row, rollout["prompt_length"][row]:][:T].tolist()
         tokens = [tokenizer.decode([token], skip_special_tokens=True) or "∎" for token in ids]  # ∎: end
         of_row = {name: x[row, :T].tolist() for name, x in pushes.items()}
         shown.append((KINDS[kind], tokens, of_row, s[row].item()))

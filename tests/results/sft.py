@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
@@ -19,10 +18,10 @@ import grpo  # noqa: E402
 
 def as_batch(prompts, completions, device):
     """Lay out lists of ids as the tensors that common.token_logprobs takes."""
-    rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
-    batch = {"ids": rows, "attention": [torch.ones_like(row) for row in rows],
-             "mask": [torch.ones(len(completion)) for completion in completions]}
-    return {name: pad_sequence(parts, batch_first=True).to(device) for name, parts in batch.items()}
+    ids, attention = common.padded([p + c for p, c in zip(prompts, completions)], device)
+    _, mask = common.padded(completions, device)
+    prompt_length = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return {"ids": ids, "attention": attention, "prompt_length": prompt_length, "mask": mask.float()}
 
 
 def train(model, optimizer, batches, warm_up=20, every=10):
@@ -30,13 +29,13 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 
     `batches` is a list of pairs (prompts, completions), lists of lists of ids.
     """
-    lr = optimizer.lr
+    lr = optimizer.full_lr
     for step, (prompts, completions) in enumerate(batches):
         batch = as_batch(prompts, completions, model.device)
         loss = -common.token_logprobs(model, batch, optimizer.args).sum() / batch["mask"].sum()
         loss.backward()
-        optimizer.lr = lr * min((step + 1) / warm_up, 1 - step / len(batches))
-        optimizer.step()
+        optimizer.full_lr = lr * min((step + 1) / warm_up, 1 - step / len(batches))
+        optimizer.clip_and_step()
         if step % every == 0:
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
 
@@ -44,12 +43,14 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 def main(args):
     """One pass over the problems, --prompts at a time."""
     policy, tokenizer = common.load_policy(args)
-    rows = common.read_dataset(args.dataset)[args.split]
-    problems = common.prepare(rows, tokenizer, args, "learn from")
+    split = common.read_dataset(args.dataset)[args.split]
+    if "solution" not in split.column_names:
+        sys.exit(f'--dataset {args.dataset}: no column "solution", there are {", ".join(split.column_names)}')
+    problems = common.prepare(common.rows_of(split, args), tokenizer, args, "training")
     problems = random.Random(args.seed).sample(problems, len(problems))
-    batches = []
-    for start in range(0, len(problems) - args.prompts + 1, args.prompts):
-        part = problems[start:start + args.prompts]
+    batches, size = [], min(args.prompts, len(problems))
+    for start in range(0, len(problems) - size + 1, size):  # what is left over fills no batch
+        part = problems[start:start + size]
         texts = [problem["solution"] for problem in part]
         completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id]

@@ -89,7 +89,7 @@ def warm_up(model, tokenizer, problems):
     batches = [as_ids(draw(problems, rng), tokenizer) for _ in range(STEPS)]
     args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
     optimizer = common.Optimizer(model, LR, args)
-    optimizer.adamw = torch.optim.AdamW(optimizer.weights, LR, betas=(0.9, 0.99))
+    optimizer.param_groups[0].update(betas=(0.9, 0.99), weight_decay=0.01, fused=False)
     sft.train(model, optimizer, batches, every=100)
 
 

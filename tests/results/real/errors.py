@@ -37,8 +37,8 @@ def read(text):
 def main(args):
     """Print one line of JSON."""
     policy, tokenizer = common.load_policy(args)
-    rows = common.read_dataset(args.dataset)[args.split]
-    problems = common.prepare(rows, tokenizer, args, "evaluate on")
+    rows = common.rows_of(common.read_dataset(args.dataset)[args.split], args)
+    problems = common.prepare(rows, tokenizer, args, "held-out")
     problems = random.Random(0).sample(problems, min(args.eval_problems, len(problems)))
     prompts = [problem["prompt"] for problem in problems]
     texts = common.generate(policy, tokenizer, prompts, 1, 0.0, args)["texts"]
@@ -53,7 +53,10 @@ def main(args):
             counts["true equation"] += is_true
             counts["both"] += is_gold and is_true
     torch.manual_seed(args.seed)
-    _, right, _ = common.sample_rewards(policy, tokenizer, problems, common.answer_reward, 8, 1.0, args)
+    problems.sort(key=lambda problem: len(problem["prompt"]))  # as attempts sorts them
+    eight = [problem for problem in problems for _ in range(8)]
+    records = common.attempts(policy, tokenizer, eight, common.answer_reward, 1.0, args)
+    right = torch.tensor([record["right"] for record in records]).view(-1, 8)
     shares = {name: round(count / len(problems), 3) for name, count in counts.items()}
     shares["solved by one of 8"] = round((right.sum(1) > 0).float().mean().item(), 3)
     shares["solved by all of 8"] = round((right.sum(1) == 8).float().mean().item(), 3)
