@@ -1,0 +1,164 @@
+"""The equations of ppo.py, grpo.py and gspo.py in plain loops over numbers. They made vectors.json.
+
+    python tests/check_vectors.py            computes vectors.json again, and compares
+    python tests/check_vectors.py --write    writes what it computes into vectors.json
+
+vectors.json has a batch, which was drawn at random once, and cases, which name their settings. All else comes
+from the loops. So to add a case, write its settings into the file and run the second command.
+
+A completion is a list with one number for each token, so no equation here needs a mask. Nor do the gradients
+need calculus: f(x + ih) is f(x) + ih f'(x) if h is as small as 1e-20. So we add ih to one log-prob, and the
+imaginary part of the loss is h times its derivative. Comparisons look at real parts, and sg[x], which is x as
+a constant, is the real part of x.
+"""
+import json
+import re
+import sys
+from cmath import exp, log
+from math import sqrt
+from pathlib import Path
+
+FILE = Path(__file__).with_name("vectors.json")
+
+def smaller(a, b):
+    return a if a.real < b.real else b
+
+def larger(a, b):
+    return a if a.real > b.real else b
+
+def clip(x, low, high):
+    return larger(low, smaller(x, high))
+
+# --- The equations
+
+def group_advantages(rewards, G, kind="grpo"):
+    """(1) of grpo.py and gspo.py: A_i = (r_i - mean(r)) / (std(r) + 1e-4). Two forks have another scale."""
+    A = []
+    for r in (rewards[start:start + G] for start in range(0, len(rewards), G)):
+        mean = sum(r) / G
+        std = sqrt(sum((x - mean) ** 2 for x in r) / (G - 1))
+        scale = {"grpo": 1 / (std + 1e-4), "dr_grpo": 1, "rloo": G / (G - 1)}[kind]
+        A += [0.0 if max(r) == min(r) else (x - mean) * scale for x in r]
+    return A
+
+def token_rewards(reward, old_logp, ref_logp, beta):
+    """(4) of ppo.py: r_t = (r at the last token, 0 before it) - beta (log pi_old - log pi_ref)"""
+    rewards = [-beta * (old - ref) for old, ref in zip(old_logp, ref_logp)]
+    return rewards[:-1] + [rewards[-1] + reward]
+
+def gae(rewards, old_values, gamma, lam):
+    """(1) of ppo.py: A_t = delta_t + gamma lam A_{t+1},
+    delta_t = r_t + gamma V_{t+1} - V_t, V_{|o|+1} = 0"""
+    V, A = old_values + [0], [0] * (len(old_values) + 1)
+    for t in reversed(range(len(old_values))):
+        A[t] = rewards[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
+    return A[:-1]
+
+def whiten(rows):
+    """--whiten of ppo.py: all tokens of the batch together get mean 0 and deviation 1."""
+    every = [x for row in rows for x in row]
+    mean = sum(every) / len(every)
+    std = sqrt(sum((x - mean) ** 2 for x in every) / len(every) + 1e-8)
+    return [[(x - mean) / std for x in row] for row in rows]
+
+def ratio(kind, log_w, t):
+    """(2): w_t = pi/pi_old; s = exp(mean_t log w_t) of gspo.py; sg[s] pi/sg[pi] of its --token_level"""
+    w, s = exp(log_w[t]), exp(sum(log_w) / len(log_w))
+    return {"token": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
+
+def gain(case, log_w, t, A, logp):
+    """(3): min(w_t A, clip(w_t, 1 - eps_low, 1 + eps_high) A), or what a fork has in its place"""
+    low, high, w = case.get("eps_low"), case.get("eps_high"), ratio(case["ratio"], log_w, t)
+    if case["form"] == "clip":
+        return smaller(w * A, clip(w, 1 - low, 1 + high) * A)
+    if case["form"] == "cispo":  # sg[min(w_t, 1 + eps_high)] A log pi
+        return smaller(w, 1 + high).real * A * logp
+    if case["form"] == "sapo":  # 4/tau sigmoid(tau (w_t - 1)) A
+        tau = case["tau_pos" if A > 0 else "tau_neg"]
+        return 4 / tau / (1 + exp(-tau * (w - 1))) * A
+    if case["form"] == "gmpo":  # exp(mean_t log w_t) A, each log w_t clipped on the side that A's sign says
+        return exp(sum(smaller(x, high) if A > 0 else larger(x, -low) for x in log_w) / len(log_w)) * A
+
+def penalty(case, log_w, logp, ref_logp):
+    """(4) of grpo.py and gspo.py: x - log x - 1, x = pi_ref/pi; with --kl wk3 times w_t"""
+    x = exp(ref_logp - logp)
+    return (x - log(x) - 1) * (exp(log_w) if case["kl"] == "wk3" else 1)
+
+def correction(case, old_logp, sampled_logp):
+    """Of the fork tis: m_t = pi_old of the trainer / pi_old of the sampler, cut at m_high or 0 out of range"""
+    m = exp(old_logp - sampled_logp).real
+    inside = case["m_low"] <= m <= case["m_high"]
+    return min(m, case["m_high"]) if case["weight"] == "truncated" else m * inside
+
+def share(case, i, b):
+    """What a token of completion i weighs in J. In (3) it is 1/N 1/|o_i|."""
+    lengths, r, N, G = b["lengths"], b["rewards"], len(b["lengths"]), b["group_size"]
+    if case["mean"] == "group":  # the mean over the tokens of a question, and then over mixed questions
+        mixed = sum(max(r[j:j + G]) > min(r[j:j + G]) for j in range(0, N, G))
+        return 1 / mixed / sum(lengths[i - i % G:i - i % G + G])
+    by = {"row": N * lengths[i], "token": sum(lengths), "constant": N * case.get("T_max", 1)}
+    return 1 / by[case["mean"]]
+
+def policy_loss(case, i, logp, b, A):
+    """(3): the part of completion i in -J, if its log-probs are `logp`"""
+    total, log_w = 0, [new - old for new, old in zip(logp, b["old_logp"][i])]
+    for t in range(len(logp)):
+        m = correction(case, b["old_logp"][i][t], b["sampled_logp"][i][t]) if "weight" in case else 1
+        total += m * gain(case, log_w, t, A[i][t], logp[t])
+        total -= case["beta"] * penalty(case, log_w[t], logp[t], b["ref_logp"][i][t])
+    return -total * share(case, i, b)
+
+def value_loss(case, i, values, b, R):
+    """(5): the part of completion i in L: 0.5 max((V - R)^2, (V' - R)^2), V' = Vold + clip(V - Vold)"""
+    total = 0
+    for V, old, R_t in zip(values, b["old_values"][i], R[i]):
+        clipped = old + clip(V - old, -case["eps_value"], case["eps_value"])
+        total += 0.5 * larger((V - R_t) * (V - R_t), (clipped - R_t) * (clipped - R_t))
+    return total / len(R) / len(values)
+
+# --- The file
+
+def loss_and_gradient(f, rows):
+    """The sum of f(i, row i), and its derivative by every number of every row."""
+    return sum(f(i, row) for i, row in enumerate(rows)), [
+        [f(i, row[:t] + [row[t] + 1e-20j] + row[t + 1:]).imag / 1e-20 for t in range(len(row))]
+        for i, row in enumerate(rows)]
+
+def fill(vectors):
+    """Compute all that follows from the batch and the settings."""
+    b, p = vectors["batch"], vectors["ppo"]
+    A = {kind: group_advantages(b["rewards"], b["group_size"], kind) for kind in ("grpo", "dr_grpo", "rloo")}
+    A["per_token"] = [[0.9 ** (n - t) * a for t in range(1, n + 1)] for a, n in zip(A["grpo"], b["lengths"])]
+    log_w = [[new - old for new, old in zip(*rows)] for rows in zip(b["logp"], b["old_logp"])]
+    vectors["advantages"] = A
+    vectors["ratios"] = {"token": [[exp(x) for x in row] for row in log_w],
+                         "sequence": [ratio("sequence", row, 0) for row in log_w]}
+    paid = [token_rewards(*row, p["beta"]) for row in zip(b["rewards"], b["old_logp"], b["ref_logp"])]
+    adv = [gae(*row, p["gamma"], p["lam"]) for row in zip(paid, b["old_values"])]
+    R = [[a + V for a, V in zip(*row)] for row in zip(adv, b["old_values"])]
+    p |= {"token_rewards": paid, "advantages": adv, "returns": R, "whitened": whiten(adv)}
+    p["value_loss"], p["value_gradient"] = loss_and_gradient(
+        lambda i, values: value_loss(p, i, values, b, R), b["values"])
+    for case in vectors["policy_losses"]:
+        adv = (A | p)[case["advantages"]]
+        adv = [a if isinstance(a, list) else [a] * n for a, n in zip(adv, b["lengths"])]
+        case["loss"], case["gradient"] = loss_and_gradient(
+            lambda i, logp: policy_loss(case, i, logp, b, adv), b["logp"])
+
+def text(vectors):
+    """JSON with 10 decimals, and with a line for each row of numbers."""
+    plain = json.dumps(vectors, default=lambda number: number.real)
+    plain = json.loads(plain, parse_float=lambda digits: round(float(digits), 10) + 0.0)  # -0.0 + 0.0 is 0.0
+    lines = re.sub(r"\[\s+[-\d][^]]*\]", lambda row: "".join(row[0].split()), json.dumps(plain, indent=1))
+    return re.sub(r',\n +(?="\w+": [^[{\n]+\n)', ", ", lines) + "\n"
+
+if __name__ == "__main__":
+    there = FILE.read_text(encoding="utf-8")
+    vectors = json.loads(there)
+    fill(vectors)
+    if sys.argv[1:] == ["--write"]:
+        FILE.write_text(text(vectors), encoding="utf-8")
+    elif text(vectors) != there:
+        sys.exit("vectors.json differs from what the loops compute: run this with --write, and see git diff")
+    else:
+        print("vectors.json is what the loops compute")
