@@ -1,5 +1,5 @@
 """The README's numbers, computed by the scripts' own functions; its names, commands and examples. The same
-for tests/results/README.md (SECOND) and tests/forks/README.md (FORKS)."""
+for tests/results/README.md (SECOND), tests/results/using.md (USING) and tests/forks/README.md (FORKS)."""
 import collections
 import csv
 import re
@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import transformers
-from conftest import CHATML, ROOT, Trainer, char_tokenizer, settings, tensor64, tiny_config
+from conftest import CHATML, ROOT, Trainer, call, char_tokenizer, settings, tensor64, tiny_config
 
 import common
 import grpo
@@ -18,8 +18,8 @@ import gspo
 import ppo
 import test_equations
 
-README, SECOND, FORKS = ((ROOT / path / "README.md").read_text(encoding="utf-8")
-                         for path in ("", "tests/results", "tests/forks"))
+README, SECOND, USING, FORKS = ((ROOT / path).read_text(encoding="utf-8") for path in (
+    "README.md", "tests/results/README.md", "tests/results/using.md", "tests/forks/README.md"))
 
 def table(text, start):
     """The rows below the header that starts so, as lists of cells."""
@@ -40,13 +40,13 @@ def numbers(pattern, text=README):
 
 # ---- One step by hand ----
 
-HAND = table(README, "| o | token | V |")
-LENGTHS = torch.tensor([int(row[0]) for row in HAND[:-1]]).bincount()[1:, None]
+HAND, PUSHES = table(README, "| o | token | V |"), table(README, "| o | token | PPO |")
+LENGTHS = torch.tensor([int(row[0]) for row in HAND]).bincount()[1:, None]
 MASK = (torch.arange(4) < LENGTHS).double()  # (4, 4)
 
 def column(i):
     """A column of the table as (4, 4)."""
-    return torch.zeros_like(MASK).masked_scatter(MASK > 0, tensor64([float(row[i]) for row in HAND[:-1]]))
+    return torch.zeros_like(MASK).masked_scatter(MASK > 0, tensor64([float(row[i]) for row in HAND]))
 
 V, OLD, NEW, R = column(2), column(5), column(6), tensor64([1, 0, 0, 0])
 
@@ -59,13 +59,13 @@ def advantages(**flags):
 def pushes(script, **flags):
     """The gradient of J by log pi, and the loss, of the four completions."""
     x, (critic, group) = NEW.clone().requires_grad_(), advantages()
-    rest = [critic] if script is ppo else [None, group]
-    loss, _ = script.policy_loss(x, OLD, *rest, MASK, settings(script, beta=0.0, **flags))
+    rows = {"logp": x, "old_logp": OLD, "ref_logp": None, "mask": MASK, "adv": critic if script is ppo else group}
+    loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0, **flags)})
     return -torch.autograd.grad(loss / 4, x)[0], loss.detach() / 4
 
 def test_the_advantages_of_one_step():
-    same([row[3] for row in HAND[:-1]], advantages(lam=0.0)[0][MASK > 0])  # lambda 0: A is delta
-    same([row[4] for row in HAND[:-1]], advantages()[0][MASK > 0])
+    same([row[3] for row in HAND], advantages(lam=0.0)[0][MASK > 0])  # lambda 0: A is delta
+    same([row[4] for row in HAND], advantages()[0][MASK > 0])
     first, others = numbers("completion 1 has A = .75/.5 = #, and the others have A = -.25/.5 = # (without")
     assert (R.mean(), R.std()) == (0.25, 0.5)
     end, delta, before = numbers("A = δ = 0 + 0 - .3 = #. The token before it has δ = 0 + .3 - .4 = #, and "
@@ -77,11 +77,12 @@ def test_the_advantages_of_one_step():
 
 def test_the_pushes_of_one_step():
     s = (((NEW - OLD) * MASK).sum(1, keepdim=True) / LENGTHS).exp().expand(4, 4)
-    same([row[7] for row in HAND[:-1]], (NEW - OLD).exp()[MASK > 0])
-    same([row[8] for row in HAND[:-1]], s[MASK > 0])
-    for i, script in [(9, ppo), (10, grpo), (11, gspo)]:
+    same([row[7] for row in HAND], (NEW - OLD).exp()[MASK > 0])
+    same([row[8] for row in HAND], s[MASK > 0])
+    assert [row[:2] for row in PUSHES[:-1]] == [row[:2] for row in HAND]
+    for i, script in [(2, ppo), (3, grpo), (4, gspo)]:
         pushed, loss = pushes(script)
-        *printed, last = [row[i] for row in HAND]
+        *printed, last = [row[i] for row in PUSHES]
         assert [cell == "clip" for cell in printed] == (pushed[MASK > 0] == 0).tolist()
         same([cell.replace("clip", "0") for cell in printed], pushed[MASK > 0])
         same([last], [loss])
@@ -95,8 +96,11 @@ def test_the_pushes_of_one_step():
 def test_at_ratio_one_the_loss_of_a_group_is_zero():
     """Exactly: the z-scores of a group add up to 0, and every one is a mean over its own tokens."""
     for script in (grpo, gspo):
-        loss, _ = script.policy_loss(OLD, OLD, None, advantages()[1], MASK, settings(script, beta=0.0))
-        assert abs(loss) < 1e-12
+        rows = {"logp": OLD, "old_logp": OLD, "ref_logp": None, "adv": advantages()[1], "mask": MASK}
+        assert abs(call(script.policy_loss, rows | {"args": settings(script, beta=0.0)})[0]) < 1e-12
+    printed = numbers("-(# × # - # × .5 - # × .5 - 1 × .5)/4 = #")
+    s = (((NEW - OLD) * MASK).sum(1) / LENGTHS[:, 0]).exp()
+    same(printed, [1.0004, 1.5, 0.9997, s[2], pushes(gspo)[1]])
 
 def test_the_answer_with_another_clip_range():
     """With --eps_high .3 the first cell changes in PPO and GRPO, the first four in GSPO; and the losses."""
@@ -118,7 +122,7 @@ def test_what_a_baseline_does_to_the_mean():
 
     def gradient(b, weight=1):
         adv = (1 - b) * tensor64([[0.3], [0.7]]) * weight
-        loss, _ = ppo.policy_loss(logp, logp.detach(), adv, mask, settings(ppo))
+        loss, _ = ppo.policy_loss(logp, logp.detach(), adv, mask, 0.2, 0.2)
         return torch.autograd.grad(-loss, z, retain_graph=True)[0]
     rows = table(SECOND, "| completion | probability |")
     slopes = [torch.autograd.grad(logp[i].sum(), z, retain_graph=True)[0] for i in (0, 1)]
@@ -134,7 +138,7 @@ def test_the_clip_table():
     ratio = tensor64([0.5, 0.9, 1, 1.1, 1.5])[:, None]
     for row, A in zip(table(README, "| ratio w | .5 |"), (1, -1), strict=True):
         x = ratio.log().requires_grad_()
-        loss, _ = ppo.policy_loss(x, 0 * ratio, 0 * ratio + A, 0 * ratio + 1, settings(ppo))
+        loss, _ = ppo.policy_loss(x, 0 * ratio, 0 * ratio + A, 0 * ratio + 1, 0.2, 0.2)
         same(row[1:], -torch.autograd.grad(loss, x)[0])
 
 def test_the_three_side_by_side():
@@ -144,6 +148,8 @@ def test_the_three_side_by_side():
         same(re.findall(r"[\d.]+", rows["clip"][i]), [1 - args.eps_low, 1 + args.eps_high])
         assert float(rows["KL"][i].split("β = ")[1]) == args.beta
         assert int(rows["models in memory"][i][0]) == 1 + (script is ppo) + (args.beta > 0)
+        assert rows["questions × completions of each"][i] == f"{args.prompts} × {args.group_size}"
+        assert int(rows["optimiser steps for a rollout"][i]) == args.epochs * args.minibatches
     args = gspo.parse_args(["--device", "cpu", "--dtype", "bfloat16"])
     assert args.eps_low == args.eps_high == 0.01 and "clips at .01 in bfloat16" in README
 
@@ -153,12 +159,12 @@ def test_kl_estimators():
     logp, ones = z.log_softmax(0)[:, None], torch.ones(4, 1).double()
     old = logp.detach()
 
-    def mean(script, *rest, **flags):
-        rows, args = [[x[[i]] for x in (logp, old, *rest, ones)] for i in range(4)], settings(script, **flags)
-        return sum(p.exp() * script.policy_loss(*row, args)[0] for p, row in zip(old, rows))
+    def mean(script, *rest, flags):
+        rows = [[x[[i]] for x in (logp, old, *rest, ones)] for i in range(4)]
+        return sum(p.exp() * script.policy_loss(*row, 0.2, 0.2, *flags)[0] for p, row in zip(old, rows))
     penalty, k1 = ppo.token_rewards(0 * z.detach(), old, ref, ones, 1), logp - ref
-    means = [mean(ppo, penalty), (old.exp() * k1).sum(), (old.exp() * k1 ** 2 / 2).sum(),
-             *(mean(grpo, ref, 0 * ones, beta=1.0, kl=kl) for kl in ("k3", "wk3"))]
+    means = [mean(ppo, penalty, flags=[]), (old.exp() * k1).sum(), (old.exp() * k1 ** 2 / 2).sum(),
+             *(mean(grpo, ref, 0 * ones, flags=[1.0, kl]) for kl in ("k3", "wk3"))]
     for row, value in zip(table(SECOND, "| estimate |"), means, strict=True):
         same([row[1], *row[2].split(",")], [value, *torch.autograd.grad(value, z, retain_graph=True)[0]])
 
@@ -182,8 +188,6 @@ def test_the_memory_of_real_models():
     assert bytes == [16, 20, 36]
     for row, size in zip(table(SECOND, "| model | parameters, billions |"), sizes, strict=True):
         same(row[1:], [size, *(size * per_parameter for per_parameter in bytes)])
-    needed = [adapted[1], 20 * sizes[0], adapted[2], 20 * sizes[1]]
-    same([row[2].split()[0] for row in table(README, "| where |")[-4:]], needed)
     same(numbers("the 1.5B model comes to # GB and the 7B model to # GB", SECOND), adapted[1:])
 
 # ---- Symbols and logged numbers ----
@@ -212,12 +216,12 @@ def test_the_ranges_of_the_logged_numbers():
                 if row[name]:
                     logged[row["run"], name].append((int(row["step"]), float(row[name])))
     checked = 0
-    for name, _, *cells, _ in table(README, "| number (as it is printed) |"):
+    for name, _, *cells, _ in table(USING, "| number | what it is |"):
         for script, cell in zip(("grpo", "gspo", "ppo"), cells, strict=True):
             found = sorted(logged[script, name.split("`")[1]])
             first, last = found[:5], found[-5:]
-            if " to " in cell and " in " not in cell:
-                same(cell.split(" to "), [sum(x for _, x in part) / 5 for part in (first, last)])
+            if re.match(r"[.\d]+ to [.\d]+(,|$)", cell):
+                same(cell.split(",")[0].split(" to "), [sum(x for _, x in part) / 5 for part in (first, last)])
             elif cell.startswith("below "):
                 assert max(x for _, x in found) < float(cell.removeprefix("below "))
             elif cell.startswith("none"):
@@ -234,7 +238,8 @@ def test_changed_lines_of_the_forks():
                for path in (ROOT / "tests" / "forks").glob("*.patch")}
     assert {row[0].strip("`"): int(row[3]) for row in table(FORKS, "| fork |")} == changed
 
-@pytest.mark.parametrize("folder, text", [("", README), ("tests/results", SECOND), ("tests/forks", FORKS)])
+@pytest.mark.parametrize("folder, text", [
+    ("", README), ("tests/results", SECOND), ("tests/results", USING), ("tests/forks", FORKS)])
 def test_names_and_commands(folder, text):
     """Functions, tests, files and flags that the texts name are there; sections that they link to, too. In
     commands --device is left out, and --resume, which needs a run."""
@@ -257,8 +262,9 @@ def test_names_and_commands(folder, text):
 
 def test_what_is_explained_is_logged():
     sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("*.py"))
-    assert all(f'"{name}"' in sources for row in table(README, "| number (as it is printed) |")
-               for name in re.findall(r"`(\w+)`", row[0]))
+    for row in table(USING, "| number | what it is |"):
+        for name in re.findall(r"`(?:value_)?(\w+)`", row[0]):  # the critic's names are made of the policy's
+            assert f'"{name}"' in sources or name == "loss", name
 
 def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     """math_verify is a stand-in: it is not required. The reward model is a tiny one with a chat template."""
