@@ -273,6 +273,7 @@ class GrowingCache(transformers.DynamicCache):
     """A cache that grows with each token. It holds keys in the dtype of the values: under autocast
     a rotated key is float32 and a value bfloat16, and DynamicCache would hold both in float32."""
     def update(self, keys, values, *args, **kwargs):
+        """Add new keys and values; transformers' attention layers call this."""
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
