@@ -85,7 +85,7 @@ def penalty(case, log_w, logp, ref_logp):
     return (x - log(x) - 1) * (exp(log_w) if case["kl"] == "wk3" else 1)
 
 def correction(case, old_logp, sampled_logp):
-    """Of the fork tis: m_t = pi_old of the trainer / pi_old of the sampler, cut at m_high or 0 out of range"""
+    """Fork tis: m_t = pi_old of the trainer / pi_old of the sampler, cut at m_high, or 0 out of range"""
     m = exp(old_logp - sampled_logp).real
     inside = case["m_low"] <= m <= case["m_high"]
     return min(m, case["m_high"]) if case["weight"] == "truncated" else m * inside

@@ -1,5 +1,5 @@
-"""tests/vectors.json, by which one tests an implementation in another language: check_vectors.py makes it, and
-our scripts and forks say the same. Their own collect and update run here, but a model is a table, (N, 9), of
+"""tests/vectors.json, which tests an implementation in another language: check_vectors.py makes it, and our
+scripts and forks say the same. Their own collect and update run here, but a model is a table, (N, 9), of
 log-probs or of values. It has junk in the padding and, if the mask has holes, between the tokens."""
 import importlib
 import json
@@ -53,8 +53,9 @@ def step(script, args, table, monkeypatch):
     mask = table([[1.0] * n for n in LENGTHS], 0.0)
     ends = (mask * torch.arange(1, 10)).amax(1, keepdim=True)  # the last token, after a prompt of one token
     rollout = {"ids": torch.zeros(N, 10), "attention": (torch.arange(10) <= ends).long(), "mask": mask,
-               "prompt_length": torch.ones(N).long(), "row": torch.arange(N), "finished": ends[:, 0] > 0,
-               "has_gradient": ends[:, 0] > 0, "sampled_logp": table(BATCH["sampled_logp"]), "texts": [""] * N}
+               "prompt_length": torch.ones(N).long(), "row": torch.arange(N), "texts": [""] * N,
+               "finished": ends[:, 0] > 0, "has_gradient": ends[:, 0] > 0,
+               "sampled_logp": table(BATCH["sampled_logp"])}
     look_up = lambda model, b, args: model[b["row"], :b["mask"].shape[1]]  # noqa: E731
     monkeypatch.setattr(common, "generate", lambda *_: rollout)
     monkeypatch.setattr(common, "token_logprobs", look_up)

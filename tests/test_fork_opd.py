@@ -1,0 +1,58 @@
+"""The fork opd: its advantage teaches the policy the teacher's distribution, by exact means over a vocabulary."""
+import importlib.util
+import shutil
+import subprocess
+
+import pytest
+import torch
+from conftest import ROOT, save_tiny, settings, tensor64, tiny_model, tiny_tokenizer, train
+
+import grpo
+
+pytestmark = pytest.mark.slow
+
+@pytest.fixture(scope="module")
+def opd(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("opd") / "opd.py"
+    shutil.copy(ROOT / "grpo.py", copy)
+    subprocess.run(["patch", "-s", "-F0", copy, ROOT / "tests/forks/opd.patch"], check=True)
+    spec = importlib.util.spec_from_file_location("opd", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+def test_the_mean_gradient_is_minus_that_of_the_kl_to_the_teacher(opd):
+    """Exact means over four tokens, at pi = pi_old; the KL's gradient by autograd of the KL itself."""
+    z, teacher = tensor64([0.3, -0.5, 1.1, 0]).requires_grad_(), tensor64([0, 0.4, 0.2, -0.7]).log_softmax(0)
+    logp, one = z.log_softmax(0), torch.ones(1, 1).double()
+    old, mean = logp.detach(), 0
+    for a in range(4):
+        row = [x[a].view(1, 1) for x in (logp, old, teacher, teacher - old)]
+        mean = mean + old[a].exp() * opd.policy_loss(*row, one, 0.2, 0.2, 0.0, "k3")[0]  # -J
+    found, = torch.autograd.grad(mean, z, retain_graph=True)
+    kl, = torch.autograd.grad((logp.exp() * (logp - teacher)).sum(), z)
+    torch.testing.assert_close(found, kl, rtol=0, atol=1e-12)
+    assert kl.abs().max() > 0.1
+
+def test_the_advantage_is_the_teachers_log_prob_minus_the_policys(opd):
+    """At the run's temperature, whatever the reward pays; nothing is left out, as no A is 0 for a whole row."""
+    policy, teacher = tiny_model(vocab_size=8), tiny_model(vocab_size=8, seed=1)
+    args = settings(opd, prompts=2, minibatches=1, max_new_tokens=6, temperature=0.6)
+    problems = [{"prompt": [3, 4], "question": "0", "answer": "5"}, {"prompt": [5], "question": "1", "answer": "5"}]
+    rollout, _ = opd.collect(policy, teacher, tiny_tokenizer(8), problems, lambda p, t: [1.0] * len(t), args)
+    for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
+        ids = rollout["ids"][i, :rollout["attention"][i].sum()]
+        both = [(m(ids[None]).logits[0] / 0.6).log_softmax(-1)[:-1].gather(1, ids[1:, None])[-n:, 0]
+                for m in (teacher, policy)]
+        torch.testing.assert_close(rollout["adv"][i, :n], both[0] - both[1], rtol=0, atol=1e-5)
+    assert rollout["has_gradient"].all()
+
+def test_the_toy_comes_nearer_to_its_teacher_and_a_stranger_is_refused(opd, tmp_path, monkeypatch):
+    """The teacher is the toy after nine steps of GRPO; a model with another vocabulary has other tokens."""
+    monkeypatch.chdir(tmp_path)
+    few = "--eval_problems 1 --eval_every 99 --save_every 99"
+    train(grpo, f"--steps 9 {few}", out="teacher")
+    rows = train(opd, f"--teacher teacher/step-9 --steps 9 {few}")
+    assert rows[-1]["kl"] < 0.6 * rows[1]["kl"]
+    with pytest.raises(SystemExit, match="its vocabulary is not"):
+        train(opd, f"--teacher {save_tiny('other')} --steps 1", out="other_run")
