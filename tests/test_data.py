@@ -20,8 +20,8 @@ def load(flags=""):
     def main(args):
         loaded.extend(common.load_problems(args, transformers.AutoTokenizer.from_pretrained(args.model)))
     loaded, line = [], f"{TINY} --device cpu --out loading --system_prompt '' {flags}"
+    shutil.rmtree("loading", ignore_errors=True)
     common.launch(main, grpo.parse_args(shlex.split(line)))
-    shutil.rmtree("loading")
     return loaded
 
 def questions(problems):
@@ -56,29 +56,28 @@ def test_a_directory_gives_its_splits():
     swapped = load(f"{flags} --split test --eval_split train --eval_problems 100")
     assert list(map(len, swapped)) == [6, 12]
 
-def test_a_name_with_a_bracket_or_a_star_is_no_pattern():
+def test_a_name_with_a_bracket_is_no_pattern():
     """f1.jsonl was read in place of f[1].jsonl."""
-    for i, (name, other) in enumerate([("f[1]", "f1"), ("g*", "g1"), ("h?", "h1")]):
-        write_jsonl(f"{name}.jsonl", sums(20, start=100 * i))
-        write_jsonl(f"{other}.jsonl", sums(20, start=900))
-        both = load(f"--dataset '{name}.jsonl' --eval_problems 20")
-        assert sorted(questions(sum(both, []))) == sorted(questions(sums(20, start=100 * i)))
+    write_jsonl("f[1].jsonl", sums(20))
+    write_jsonl("f1.jsonl", sums(20, start=900))
+    both = load("--dataset 'f[1].jsonl' --eval_problems 20")
+    assert sorted(questions(sum(both, []))) == sorted(questions(sums(20)))
 
 def test_of_several_configurations_main_is_read():
     """openai/gsm8k, of the README's second command, has main and socratic: none is the default."""
     Path("several").mkdir()
-    configs = ""
-    for name, start in (("hard", 100), ("main", 0), ("socratic", 200)):
+    for name, start in (("hard", 100), ("main", 0)):
         write_jsonl(f"several/{name}.jsonl", sums(20, start))
-        configs += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
-    Path("several/README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    Path("several/README.md").write_text("---\nconfigs:\n- config_name: hard\n  data_files: hard.jsonl\n"
+                                         "- config_name: main\n  data_files: main.jsonl\n---\n")
     train_set, held_out = load("--dataset several --eval_problems 20")
     assert sorted(questions(train_set + held_out)) == sorted(questions(sums(20)))
 
 @pytest.mark.parametrize("flags, words", [
     ("--question_column problem", "--question_column answer question"),
     ("--answer_column solution", "--answer_column answer question"),
-    ("--dataset empty.jsonl", "empty.jsonl no training problems"), ("--max_prompt_tokens 3", "no training problems")])
+    ("--dataset empty.jsonl", "empty.jsonl no training problems"),
+    ("--max_prompt_tokens 3", "no training problems")])
 def test_columns_that_are_not_there_and_data_of_which_nothing_is_left_are_named(flags, words, capsys):
     write_jsonl("empty.jsonl", [{"question": str(i), "answer": ""} for i in range(30)])
     with refused(capsys, *words.split()):
@@ -164,22 +163,30 @@ def test_golds_that_are_numbers_can_be_earned_and_an_empty_cell_is_none():
 def turn(role, content):
     return {"role": role, "content": content}
 
-@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("system", ["", "Brief."])
 @pytest.mark.parametrize("look", LOOKS)
-def test_prompts_are_the_templates_own_tokenisation(look, system):
-    """The system prompt in its place, a turn to answer in, BOS once; without a template plain text."""
+def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, system):
+    """The system prompt in its place, a turn to answer in, BOS once; without a template plain text. A chat,
+    as in TRL's data sets, there in the column prompt, may have a system prompt of its own."""
     save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
-    problem, *_ = load(f"--model tiny --system_prompt '{system}'")[0]
-    tokenizer, question = transformers.AutoTokenizer.from_pretrained("tiny"), problem["question"]
-    chat = [turn("system", system)] * bool(system) + [turn("user", question)]
-    if tokenizer.chat_template:
-        own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
-    else:
-        text = f"{system}\n{question}\n" if system else f"{question}\n"
-        bos = [tokenizer.bos_token_id] * (look == "plain")
-        own = bos + [tokenizer.convert_tokens_to_ids(character) for character in text]
-    assert problem["prompt"] == own and own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("tiny")
+    brief = [turn("system", system)] if system else []
+    alone = [turn("user", "1 + 1?")]
+    talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
+    led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
+    as_chats = [brief + alone, brief + talk, led]
+    for asked, chats in [(["1 + 1?"], as_chats[:1]), ([alone, talk, led], as_chats)]:
+        rows = [{"prompt": question, "answer": "#### 2"} for question in asked]
+        flags = f"--model tiny {splits_of(rows, rows)} --question_column prompt --system_prompt '{system}'"
+        for problem, chat in zip(load(flags)[0], chats, strict=True):
+            own = [tokenizer.bos_token_id] * (look == "plain")
+            own += tokenizer.convert_tokens_to_ids([*"".join(f"{turn['content']}\n" for turn in chat)])
+            if tokenizer.chat_template:
+                own = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+                assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
+            assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
+            assert own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
+        shutil.rmtree("mine")
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
     """After its end-of-sequence token a base model has nothing to say."""
@@ -188,30 +195,7 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
         single="$A <eos>", special_tokens=[("<eos>", ending.eos_token_id)])
     chat = [turn("system", "Add."), turn("user", "1 + 1?")]
     assert ending("?")["input_ids"][-1] == ending.eos_token_id
-    assert common.prompt_of(chat, ending) == common.prompt_of(chat, plain) == plain("Add.\n1 + 1?\n")["input_ids"]
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_question_may_be_a_chat(look):
-    """As in TRL's data sets, there in the column prompt. The model was asked the repr of the list."""
-    save_tiny("tiny", "llama", char_tokenizer(**LOOKS[look]))
-    alone = [turn("user", "1 + 1?")]
-    talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
-    led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
-    rows = [{"prompt": chat, "answer": "#### 2"} for chat in (alone, talk, led)]
-    flags = f"--model tiny {splits_of(rows, rows)} --question_column prompt"
-    tokenizer = transformers.AutoTokenizer.from_pretrained("tiny")
-
-    def ids(chat):
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokenizer("".join(f"{message['content']}\n" for message in chat))["input_ids"]
-    train_set, _ = load(flags)
-    assert [problem["prompt"] for problem in train_set] == [ids(chat) for chat in (alone, talk, led)]
-    assert questions(train_set) == ["1 + 1?", "2 + 2?", "3 + 3?"]
-    train_set, _ = load(f"{flags} --system_prompt Brief.")
-    brief = [turn("system", "Brief.")]
-    assert [problem["prompt"] for problem in train_set] == [ids(brief + alone), ids(brief + talk), ids(led)]
+    assert common.prompt_of(chat, ending) == plain("Add.\n1 + 1?\n")["input_ids"]
 
 @pytest.mark.parametrize("column, value, words", [
     ("question", {"text": "1 + 1?"}, "neither a text"), ("answer", [2], "neither a text"),
@@ -225,13 +209,13 @@ def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(colum
         load(splits_of(rows, rows))
 
 def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
-    """The toy, asked GSM8K, was trained on <unk><unk>..."""
+    """The toy, asked GSM8K, was trained on <unk><unk>... It may lack some of the characters."""
     known, unknown = sums(1)[0]["question"], "\u00e9" * 15
     rows = [{"question": question, "answer": "1"} for question in [unknown] * 9 + [known]]
     with refused(capsys, "tokenizer knows", "--dataset mine"):
         load(splits_of(rows))
-    few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]  # it may know most of it
-    shutil.rmtree("mine"), shutil.rmtree("loading", ignore_errors=True)
+    shutil.rmtree("mine")
+    few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]
     assert len(load(splits_of(few, few))[0]) == 8
 
 # ---- Rewards ----
@@ -246,22 +230,24 @@ def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numb
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
 
 def test_a_reward_with_three_parameters_gets_the_rollout_in_training_and_evaluation(monkeypatch):
-    """So both are paid by one function, lengths and cut-off completions included."""
+    """So both are paid by one function, lengths and cut-off completions included. Without gold answers there
+    is no accuracy: a reward from 0 to 1 would read as one of 0."""
     def short(problems, completions, rollout):
         assert len(problems) == len(completions) == len(rollout["finished"])
-        paid.append((rollout["mask"].sum(1) + 100 * rollout["finished"]).tolist())
-        return paid[-1]
+        paid.append(rollout["mask"].sum(1) + 100 * rollout["finished"])
+        return paid[-1].tolist()
     paid = []
     monkeypatch.setattr(common, "answer_reward", short)
     held_out, step = train(grpo, f"{TINY} --answer_column '' --max_new_tokens 7")
-    evaluated, trained, again = ([sum(numbers) / len(numbers)] for numbers in paid)
-    assert [held_out["eval_reward"]] == pytest.approx(evaluated) and [step["reward"]] == pytest.approx(trained)
-    assert [step["eval_reward"]] == pytest.approx(again) and len(paid[0]) == 2 and len(paid[1]) == 4
+    found = [held_out["eval_reward"], step["reward"], step["eval_reward"]]
+    assert found == pytest.approx([rewards.mean().item() for rewards in paid])
+    assert [len(rewards) for rewards in paid] == [2, 4, 2] and "eval_accuracy" not in held_out
 
 @pytest.mark.parametrize("given, words", [
-    ([0.5, float("nan"), 1, 1], ["nan for row 1", "'1+1?'", "'b'"]), ([1, 1, 1, 1e999], ["inf for row 3", "'2+2?'"]),
+    ([0.5, float("nan"), 1, 1], ["nan for row 1", "'1+1?'", "'b'"]),
+    ([1, 1, 1, 1e999], ["inf for row 3", "'2+2?'", "'d'"]),
     ([0, 0, None, 0], ["None for row 2", "'2+2?'", "'c'"]), ([1.0], ["1 numbers for 4 completions"])])
 def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
+    problems = [{"question": "1+1?"}, {"question": "2+2?"}]
     with refused(capsys, "the reward function returned", *words):
-        common.rewards_of(lambda problems, completions: given, [{"question": "1+1?"}, {"question": "2+2?"}],
-                          rollout(*"abcd"))
+        common.rewards_of(lambda problems, completions: given, problems, rollout(*"abcd"))

@@ -38,8 +38,8 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
     runs = pandas.DataFrame({"step": [0, 2, 4, 0, 2, 4], "kl": [1, 2, 7, 3, None, 7]})
     assert plot.curve(runs, "kl").to_dict("split", index=False)["data"] == [[2, 1, 3, 2], [7, 7, 7, 2]]
     pytest.importorskip("matplotlib")
-    subprocess.run([sys.executable, ROOT / "tests/plot.py", RESULTS / "toy.csv", "--out", tmp_path / "curves.png"],
-                   check=True)
+    program = [sys.executable, ROOT / "tests/plot.py"]
+    subprocess.run([*program, RESULTS / "toy.csv", "--out", tmp_path / "curves.png"], check=True)
 
 def test_pushes_are_up_for_right_answers_down_for_wrong_ones_and_nothing_where_the_clip_holds():
     """GSPO: all tokens of a completion alike, or none. GRPO: of one sign. PPO judges tokens: both signs."""
@@ -108,9 +108,12 @@ def test_models_are_compared_problem_by_problem(tmp_path, capsys):
     gains = [b - a for a, b in zip(first["sampled"], last["sampled"])]
     assert any(gains) and printed[0]["sampled_gain"] == printed[1]["greedy_gain"] == [0, 0]
     for found, numbers in [(printed[1]["sampled_gain"], gains), (printed[1]["sampled"], last["sampled"])]:
-        assert found == pytest.approx([statistics.fmean(numbers), statistics.stdev(numbers) / 30 ** 0.5], abs=6e-5)
-    assert [evaluate.pass_at(k, [1, 1] + [0] * 6) for k in (1, 2, 4)] == pytest.approx([0.25, 0.46429, 0.78571], abs=1e-5)
-    assert printed[0]["pass@2"][0] == pytest.approx(statistics.fmean(map(math.ceil, first["sampled"])), abs=6e-5)
+        error = statistics.stdev(numbers) / 30 ** 0.5
+        assert found == pytest.approx([statistics.fmean(numbers), error], abs=6e-5)
+    of_eight = [evaluate.pass_at(k, [1, 1] + [0] * 6) for k in (1, 2, 4)]
+    assert of_eight == pytest.approx([2 / 8, 1 - 15 / 28, 1 - 15 / 70])
+    either = statistics.fmean(map(math.ceil, first["sampled"]))
+    assert printed[0]["pass@2"][0] == pytest.approx(either, abs=6e-5)
     (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]))
     with pytest.raises(SystemExit, match="asked other problems"):
         evaluate.main(settings(grpo, **flags), 2, file)

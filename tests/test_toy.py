@@ -1,7 +1,7 @@
 """The toy: its data are right and keep the exam apart, make.py makes them again, and all scripts learn it."""
 import json
 import os
-import runpy
+import random
 import subprocess
 import sys
 
@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, refused, settings, spy, sums, write_jsonl
 from transformers import AutoTokenizer
 
-import common
 import grpo
 
 TOY = ROOT / "tests" / "toy"
@@ -31,30 +30,17 @@ def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
     assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520
     assert len(SPLITS["test"]) > 2500
 
-def test_the_warm_up_is_given_training_problems_only(monkeypatch, tmp_path):
-    """The first 20 steps of the program as it stands: worked examples, and guesses that miss by up to 2."""
+def test_make_py_makes_these_problems_and_draws_worked_and_guessed_solutions(monkeypatch):
+    """Guesses miss by up to 2."""
     monkeypatch.syspath_prepend(TOY)
     import make
-    given, answers = [], {row["question"]: row["answer"] for row in SPLITS["train"]}
-    tokenizer, real = AutoTokenizer.from_pretrained(TOY), common.token_logprobs
-
-    class Enough(Exception):
-        """Raised after 20 steps."""
-
-    def token_logprobs(model, batch, args):
-        given.extend(text.split("<eos>")[0] for text in tokenizer.batch_decode(batch["ids"]))
-        if len(given) == 20 * (make.WORKED + make.GUESSED):
-            raise Enough
-        return real(model, batch, args)
-    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
-    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path)])
-    with pytest.raises(Enough):
-        runpy.run_path(str(TOY / "make.py"), run_name="__main__")
-    pairs = [text.split("\n", 1) for text in given]
-    worked = [text == answers[question] for question, text in pairs]  # no KeyError: none is held out
-    offsets = {int(text[5:]) - value(question[:-2]) for question, text in pairs if "\n" not in text}
-    assert make.make_problems() == SPLITS and offsets == {-2, -1, 0, 1, 2}
-    assert sum(worked) == 20 * make.WORKED and len(pairs) - sum(worked) == 20 * make.GUESSED
+    assert make.make_problems() == SPLITS
+    answers = {row["question"]: row["answer"] for row in SPLITS["train"]}
+    pairs = [pair for seed in range(20) for pair in make.draw(SPLITS["train"], random.Random(seed))]
+    guesses = [(question, text) for question, text in pairs if "\n" not in text]
+    assert {int(text[5:]) - value(question[:-2]) for question, text in guesses} == {-2, -1, 0, 1, 2}
+    assert len(pairs) == 20 * (make.WORKED + make.GUESSED) and len(guesses) == 20 * make.GUESSED
+    assert all(text == answers[question] for question, text in pairs if "\n" in text)
 
 @pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
 def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch, capsys):

@@ -23,7 +23,8 @@ SHADES = {"+": (189, 153, 111, 75, 69), "-": (224, 217, 210, 203, 167), ".": [24
 def watch(script, args):
     """Run main. Returns what collect and update were given in the last step, the last eight rows of different
     rewards, and the log-probs of these rows: those of pi_old, then those after each optimiser step."""
-    seen, collect, update, step = {"script": script}, script.collect, script.update, common.Optimizer.clip_and_step
+    seen, collect, update = {"script": script}, script.collect, script.update
+    step = common.Optimizer.clip_and_step
     def note(function, values, named):
         seen.update(inspect.signature(function).bind(*values, **named).arguments)
     def watched_update(*values, **named):

@@ -10,9 +10,9 @@ standard error is smaller than that of the accuracies: a problem that is hard fo
 other, too.
 
 --split is test unless you give another; a single file is train. All flags of grpo.py are known: give --dtype,
---max_new_tokens and --system_prompt as in training. With --eval_samples N there are N samples of each problem,
-and pass@k is printed for k = 2, 4, ... up to N: the chance that any of k answers is right. If you trained with
-a reward of your own, put it in main.
+--max_new_tokens and --system_prompt as in training. With --eval_samples N there are N samples of each
+problem, and pass@k is printed for k = 2, 4, ... up to N: the chance that any of k answers is right. If you
+trained with a reward of your own, put it in main.
 """
 import argparse
 import json
@@ -40,8 +40,8 @@ def compare(first, last):
             for name in ("greedy", "sampled")}
 
 def pass_at(k, right):
-    """The unbiased estimate of pass@k for one problem (Chen et al. 2021, eq. 1): 1 - C(n - c, k) / C(n, k), if
-    c of its n answers are right."""
+    """The unbiased estimate of pass@k for one problem, if c of its n answers are right: 1 - C(n - c, k) /
+    C(n, k) (Chen et al. 2021, eq. 1)."""
     n, c = len(right), sum(right)
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 

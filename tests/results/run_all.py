@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 import plot  # noqa: E402
 
 FORKS = "rloo dr_grpo cispo sapo gmpo dapo tpo reinforce_pp entropy format_reward".split()
-TOY_SETTINGS = ("--dataset tests/toy --lr 5e-4 --system_prompt= --max_prompt_tokens 64 --max_new_tokens 48 "
-                "--no-gradient_checkpointing --steps 20 --eval_problems 2560")  # a run with --model has others
+TOY_SETTINGS = (  # a run with --model has others
+    "--dataset tests/toy --lr 5e-4 --system_prompt= --max_prompt_tokens 64 --max_new_tokens 48 "
+    "--no-gradient_checkpointing --steps 20 --eval_problems 2560")
 REINFORCE = "--vf_coef 0 --lam 1 --no-whiten --beta 0 --epochs 1 --minibatches 1"
 DEFAULTS = {"grpo": "grpo", "gspo": "gspo", "ppo": "ppo"}  # seeds 0 to 4
 QUESTIONS = {  # file: {name: script and flags}, seeds 0 to 2; a script alone is the run of DEFAULTS
