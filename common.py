@@ -534,12 +534,13 @@ def answer_reward(problems, completions):
 
 def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The function gets the problem and the
-    text of each row and, if it has a third parameter, the rollout. The G completions of a problem
+    text of each row and, for a third parameter without a default, the rollout. A problem's G texts
     are rows one after another. It must return a finite number for each row."""
     texts = rollout["texts"]
     problems = [p for p in problems for _ in range(len(texts) // len(problems))]
-    given = [problems, texts, rollout][:len(inspect.signature(reward).parameters)]
-    paid = list(reward(*given))
+    asked = inspect.signature(reward).parameters.values()
+    with_rollout = sum(parameter.default is parameter.empty for parameter in asked) > 2
+    paid = list(reward(problems, texts, rollout) if with_rollout else reward(problems, texts))
     for i, number in enumerate(paid):
         if number is None or not math.isfinite(number):
             sys.exit(f"the reward function returned {number} for row {i}, the question "
@@ -706,7 +707,7 @@ def parse(parser, argv, **toy_settings):
     args = parser.parse_args(argv)
     if args.script != parser.prog:
         parser.error(f"--resume: the run in --out is one of {args.script}")
-    if min(args.temperature, args.max_grad_norm) <= 0:
+    if not (args.temperature > 0 and args.max_grad_norm > 0):  # so written, nan fails too
         parser.error("--temperature and --max_grad_norm must be above 0, or nothing is learned")
     if args.model == TOY:
         torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores

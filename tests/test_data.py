@@ -251,3 +251,9 @@ def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
     problems = [{"question": "1+1?"}, {"question": "2+2?"}]
     with refused(capsys, "the reward function returned", *words):
         common.rewards_of(lambda problems, completions: given, problems, rollout(*"abcd"))
+
+def test_a_third_parameter_with_a_default_is_the_users_own():
+    """A cache or a weight would else be replaced by the rollout, without a word."""
+    def cached(problems, completions, weight=0.5):
+        return [weight * len(text) for text in completions]
+    assert common.rewards_of(cached, [{}], rollout("a", "bc")).tolist() == [0.5, 1]
