@@ -122,7 +122,7 @@ def test_rollout_statistics_leave_padding_out():
     rollout["ref_logp"][0, 1:] += math.log(2)
     rollout["sampled_logp"][0, :2] += torch.tensor([0.3, -0.3])
     rollout["sampled_logp"][1, 0] += 0.2
-    rollout["old_logp"][mask == 0] = 9.0  # after the mask was made
+    rollout["old_logp"][mask == 0] = rollout["sampled_logp"][mask == 0] = 9.0  # after the mask was made
     stats = common.rollout_stats(rollout, 2)
     assert stats.pop("kl") == pytest.approx(2 * (2 - math.log(2) - 1) / 9)
     assert stats == pytest.approx({

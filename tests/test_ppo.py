@@ -86,6 +86,18 @@ def test_values_in_bfloat16_are_not_rounded(family):
     values = ppo.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
 
+@pytest.mark.parametrize("hole", range(5))
+def test_gae_steps_over_a_token_that_does_not_count(hole):
+    """Wherever it stands: the others have what they have in a list without it, itself nothing."""
+    torch.manual_seed(hole)
+    rewards, values = torch.randn(2, 3, 5).double()
+    mask = ragged(5, 5, 4)
+    mask[:, hole] = 0
+    adv, returns = ppo.gae(rewards * mask, values, mask, 0.9, 0.7)
+    expected = double_sum(rewards, values, mask, 0.9, 0.7)
+    torch.testing.assert_close(adv, expected)
+    torch.testing.assert_close(returns, expected + values * mask)
+
 # --- collect, update, a run
 
 @pytest.mark.parametrize("group_size, whiten, beta, some", [
