@@ -108,17 +108,16 @@ def micro_batches(batch, tokens):
     is one by itself. Rows without a gradient are left out, the others sorted by length, so that
     there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
-    ends, order = batch["attention"].sum(1).sort(descending=True)
-    T, parts = batch["mask"].shape[1], []
-    while len(order) > 0:
-        # The first row is the longest one, so it says how many rows there is room for.
-        n = max(1, tokens // int(ends[0]))
-        parts.append(order[:n])
-        ends, order = ends[n:], order[n:]
+    lengths, order = batch["attention"].sum(1).sort(descending=True)
+    lengths, T, parts, begin = lengths.tolist(), batch["mask"].shape[1], [], 0
+    while begin < len(lengths):
+        # Row `begin` is the longest of its micro-batch, so it says how many rows there is room for.
+        parts.append(order[begin:begin + max(1, tokens // lengths[begin])])
+        begin += len(parts[-1])
     for rows in progress(parts, "micro-batches"):
         part = {name: value[rows] for name, value in batch.items()}
-        ends = part["attention"].sum(1)  # (n,)
-        l, t = int(ends.max()), int((ends - part["prompt_length"]).max())
+        row_length = part["attention"].sum(1)  # (n,)
+        l, t = int(row_length.max()), int((row_length - part["prompt_length"]).max())
         for name, value in part.items():
             if name in ("ids", "attention"):
                 part[name] = value[:, :l]
@@ -188,23 +187,23 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
     mask = is_stop.cumsum(1) - is_stop.long() == 0  # up to the first stop token, and on it
-    T, finished = mask.sum(1).max(), is_stop.any(1)
-    completions = [row[keep].tolist() for row, keep in zip(tokens, mask)]
+    lengths, finished = mask.sum(1).tolist(), is_stop.any(1)
+    completions = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     ids, attention = padded([p + c for p, c in zip(prompts, completions)], model.device)  # (N, L)
     # The text is without the stop token. Other special tokens stay: they may mark the answer.
-    written = [row[:-1] if ended else row for row, ended in zip(completions, finished)]
-    mask = mask[:, :T].float()  # (N, T)
+    texts = [row[:-1] if ended else row for row, ended in zip(completions, finished.tolist())]
+    mask = mask[:, :max(lengths)].float()  # (N, T)
     return {
         "ids": ids,
         "attention": attention,
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=model.device),
         "mask": mask,
-        "sampled_logp": logp[:, :T] * mask,
+        "sampled_logp": logp[:, :max(lengths)] * mask,
         "row": torch.arange(len(ids), device=model.device),
         "finished": finished,
         "has_gradient": torch.ones(len(ids), dtype=torch.bool, device=model.device),
-        "texts": tokenizer.batch_decode(written)}
+        "texts": tokenizer.batch_decode(texts)}
 
 def stop_ids(model, tokenizer):
     """Return the ids that end a completion: the end-of-sequence tokens of model and tokenizer, and
@@ -759,6 +758,8 @@ def load_checkpoint(args, policy, parts):
     saved = Path(args.out).glob("step-*/optimizer.pt")
     start = max((int(path.parent.name.removeprefix("step-")) for path in saved), default=0)
     if start == 0:
+        if any(Path(args.out).glob("step-*")):
+            sys.exit(f"--resume: no step in {args.out} has an optimizer.pt to go on from")
         Path(args.out, "metrics.jsonl").write_text("")
         return 0
     folder = Path(args.out, f"step-{start}")

@@ -59,10 +59,9 @@ def parse_args(argv=None):
     if args.group_size < 2:
         parser.error("--group_size: a completion without a group has nothing to be compared with")
     # In bfloat16 rounding moves s beyond the paper's range, once logp and old_logp round apart.
-    if args.eps_low is None:
-        args.eps_low = 3e-4 if args.dtype == "float32" else 1e-2
-    if args.eps_high is None:
-        args.eps_high = 4e-4 if args.dtype == "float32" else 1e-2
+    eps_low, eps_high = (3e-4, 4e-4) if args.dtype == "float32" else (1e-2, 1e-2)
+    args.eps_low = eps_low if args.eps_low is None else args.eps_low
+    args.eps_high = eps_high if args.eps_high is None else args.eps_high
     return args
 
 def group_advantages(rewards, group_size):

@@ -143,3 +143,12 @@ def test_a_resumed_run_has_its_own_flags_and_those_given_again_override(spread, 
     assert (held["steps"], held["lr"], held["lam"], held["script"]) == (2, 0.5, 0.5, "ppo.py"), "they stay"
     resume(ppo, "run")
     assert len(calls) == 1 and len(rows("run")) == 3, "there was nothing left to do"
+
+def test_a_run_whose_last_checkpoint_was_deleted_does_not_begin_anew_in_silence(spread, capsys):
+    """Its metrics would be gone. Older steps have the model, but not the optimiser."""
+    train(grpo, f"{STEADY} --steps 2 --save_every 1")
+    before = rows("run")
+    shutil.rmtree("run/step-2")
+    with refused(capsys, "optimizer.pt"):
+        resume(grpo, "run")
+    assert rows("run") == before
