@@ -60,7 +60,7 @@ def completion_states(model, batch, args):
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: a place in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same place in (N, L)
     # No attention mask: padding is on the right, and causal attention never looks there.
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]
 
@@ -182,7 +182,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     # One context for all tokens, because the bfloat16 copies of the weights live until it ends.
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
         tokens, logp = sample(model, prompts, group_size, temperature, stop, args.max_new_tokens)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
@@ -393,9 +393,6 @@ def load_policy(args, adapt=lambda policy, args: None):
         args.model, config=config, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:  # transformers would give them random values
         sys.exit(f"--model {args.model}: lacks the weights {', '.join(found['missing_keys'])}")
-    # config.json may be that of another model, or an adapter may not be merged.
-    for name in [*Path(args.model).glob("adapter_config.json"), *found["unexpected_keys"]][:3]:
-        print(f"warning: --model has weights that are not used: {name}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     adapt(policy, args)
     policy.to(args.device).train()  # gradient checkpointing works in training mode only
@@ -405,7 +402,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     check_model(policy, tokenizer, args)
     if args.device == "cuda":
         use_graphs(policy, tokenizer, args)
-    if args.dtype == "bfloat16":
+    if args.dtype != "float32":
         # From here on the float32 head multiplies in TF32, which has 11 bits; bfloat16 has 8.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
@@ -807,9 +804,8 @@ def write_records(args, name, records):
 
 # ---- CUDA graphs ----
 # On a GPU, reading one token takes some thousand short kernels, and Python needs longer to launch
-# them one by one than the GPU needs to run them. So we record them once, as a CUDA graph, and then
-# replay the graph for every token: the same kernels on the same tensors, without Python. You may
-# skip this section.
+# them than the GPU needs to run them. So we record them once, as a CUDA graph, and replay it for
+# every token: the same kernels on the same tensors, without Python. You may skip this section.
 class FixedCache(transformers.StaticCache):
     """A cache that has all its columns from the beginning, as a graph's tensors cannot grow."""
     update = GrowingCache.update
