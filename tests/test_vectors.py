@@ -19,7 +19,7 @@ CASES = {case["name"]: case for case in VECTORS["policy_losses"]}
 LENGTHS, N, G = BATCH["lengths"], len(BATCH["lengths"]), BATCH["group_size"]
 TOKEN_MEAN = "GRPO, a mean over all tokens"  # the default of some engines, but of no script here
 FORKS = {"DAPO": "dapo", "Dr. GRPO": "dr_grpo", "RLOO": "rloo", "CISPO": "cispo", "SAPO": "sapo",
-         "GMPO": "gmpo", "TIS": "tis", "IcePop": "tis"}
+         "GMPO": "gmpo", "TIS": "tis", "TIS, k3": "tis", "IcePop": "tis"}
 
 @pytest.fixture(params=["no holes", "holes"])
 def table(request):
