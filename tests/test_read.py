@@ -1,8 +1,7 @@
-"""read.py shows the completions that a run wrote: which ones, in which order, in which colours."""
+"""read.py shows the completions that a run wrote: which ones, in which order."""
 import re
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import read
@@ -34,13 +33,6 @@ def test_which_completions_are_shown_and_in_which_order(flags, shown, run, capsy
     if not flags:
         assert "answer 5   right 50% of 4   reward 0.25\n  reward 1.5   7 tokens   advantage +1.250\n" in out
         assert "  reward -1   7 tokens   advantage -1.250   cut off\n    cut\n" in out
-
-@pytest.mark.parametrize("no_colour", ["", "1"])
-def test_colour_only_in_a_terminal(no_colour, run, capsys, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", no_colour)
-    with mock.patch.object(sys.stdout, "isatty", lambda: True):
-        read.main([run])
-    assert ("\x1b[32m  reward 1.5" in capsys.readouterr().out) == (not no_colour)
 
 def test_a_missing_step_is_refused_and_a_closed_pipe_is_not_an_error(run, tmp_path, capsys):
     with refused(capsys, "held-out-N", "[10]"):

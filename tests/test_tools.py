@@ -17,7 +17,7 @@ import grpo
 
 RESULTS = ROOT / "tests" / "results"
 sys.path.insert(0, str(RESULTS))
-import evaluate, mistakes  # noqa: E401, E402
+import evaluate, mistakes, pushes  # noqa: E401, E402
 
 @pytest.mark.slow
 def test_every_part_of_a_step_is_timed(monkeypatch):
@@ -35,6 +35,12 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
     pytest.importorskip("matplotlib")
     program = [sys.executable, ROOT / "tests/plot.py"]
     subprocess.run([*program, RESULTS / "toy.csv", "--out", tmp_path / "curves.png"], check=True)
+
+def test_the_picture_of_the_pushes_has_them_up_for_right_answers_and_down_for_wrong_ones():
+    _, shown = pushes.measure(steps=2, prompts=16)
+    for kind, tokens, found, _ in shown:
+        sign = 1 if kind.endswith("right") else -1
+        assert all(sign * push >= 0 for push in found["grpo"] + found["gspo"]) and len(found["ppo"]) == len(tokens)
 
 def test_every_mistake_is_planted_in_code_that_still_compiles(tmp_path):
     """Not in a comment: the syntax tree is another one. Its test is one that exists. The page is up to date."""

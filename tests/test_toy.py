@@ -16,7 +16,7 @@ SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encod
           for name in ("train", "test")}
 
 def value(text):
-    """"7+2-5" -> 4, by another way than make.py's: a sum of signed digits."""
+    """7+2-5 -> 4, by another way than make.py's: a sum of signed digits."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 def test_every_step_and_answer_is_right_and_no_question_is_there_twice():

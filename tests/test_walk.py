@@ -1,34 +1,27 @@
-"""walk.py shows the pushes of a step as they are, in four screens, and does not disturb its run."""
+"""walk.py shows the pushes of a step as they are, in four screens."""
 import math
 
 import pytest
 import torch
 import walk
-from conftest import ROOT, newest, train
-from safetensors.torch import load_file
+from conftest import ROOT
 
 import grpo
 import gspo
 import ppo
 
 FLAGS = ("--device cpu --prompts 4 --group_size 8 --minibatches 2 --steps 2 --lr 3e-3 --warmup_steps 0 "
-         "--max_prompt_tokens 64 --seed 1")
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    """FLAGS with few problems, which are soon read."""
-    path = tmp_path_factory.mktemp("data") / "few.jsonl"
-    lines = (ROOT / "tests" / "toy" / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join(lines[:40]), encoding="utf-8")
-    return f"{FLAGS} --dataset {path}"
+         "--max_prompt_tokens 64 --seed 1 --dataset").split()
 
 @pytest.fixture(scope="module", params=[ppo, grpo, gspo], ids=lambda script: script.__name__)
-def seen(request, flags):
+def seen(request, tmp_path_factory):
     """What walk.py saw of the second step of a script; each is trained once for all tests."""
-    return walk.watch(request.param, request.param.parse_args(flags.split()))
+    path = tmp_path_factory.mktemp("data") / "few.jsonl"
+    path.write_text("\n".join((ROOT / "tests/toy/train.jsonl").read_text().splitlines()[:40]))
+    return walk.watch(request.param, request.param.parse_args([*FLAGS, str(path)]))
 
 def by_hand(script, A, old, new, low, high):
-    """The pushes of one completion, as the README's step by hand computes them, in Python's floats."""
+    """The pushes of one completion in floats."""
     ratios = [math.exp(b - a) for a, b in zip(old, new)]
     if script is gspo:
         ratios = [math.exp(sum(b - a for a, b in zip(old, new)) / len(old))] * len(old)
