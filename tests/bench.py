@@ -6,9 +6,8 @@
 
 Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
 
-of floor   The floor is the least time that arithmetic allows at the two rates measured first. To sample a
-           token of every row all weights, keys, values and logits are read; an update takes 6 operations per
-           weight and token (with checkpointing 8, so that 75 % is the most).
+of floor   The floor is the least time that the matrix products of an update take at the rate measured first:
+           6 operations per weight and token (with checkpointing 8, so that 75 % is the most).
 plain      How many times faster than the plain way: transformers' `generate`, micro-batches of a fixed number
            of rows in the order they came, log_softmax of whole logits. So are TRL's GRPOTrainer, if it is
            installed, and with --against DIR the scripts of another checkout, with their own defaults.
@@ -34,7 +33,6 @@ from unittest import mock
 
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: E402
@@ -66,7 +64,7 @@ class Bench:
         self.args_of = {script: script.parse_args(given) for script in (grpo, self.other) if script}
         self.args = self.args_of[grpo]
         P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
-        self.table, self.gpu, self.is_real = {}, self.args.device != "cpu", model is not None
+        self.table, self.gpu, self.is_real = {}, self.args.device == "cuda", model is not None
         self.clock, self.pairs = time.perf_counter if self.gpu else time.process_time, 3
         torch.manual_seed(0)
         if self.is_real:
@@ -136,25 +134,20 @@ class Bench:
         print(f"{name:44}{value:12.4g} {unit:9}{shares[0]:>10}{shares[1]:>10}", flush=True)
 
 def rates(bench):
-    """Bytes per second, read and written, and operations per second: the most in six runs."""
-    size, n = (2 ** 30, 8192) if bench.gpu else (2 ** 25, 1024)
-    a, b = torch.ones(2, size, device=bench.args.device)
+    """Operations per second: the most in six runs of four products."""
+    n = 8192 if bench.gpu else 1024
     x = torch.randn(n, n, device=bench.args.device, dtype=getattr(torch, bench.args.dtype))
-    copy_s, product_s = (min(bench.seconds(lambda: [function() for _ in range(4)])[0] for _ in range(6))
-                         for function in (lambda: b.copy_(a), lambda: x @ x))
-    bench.bandwidth, bench.rate = 4 * 2 * a.nbytes / copy_s, 4 * 2 * n ** 3 / product_s
-    bench.report("copy bandwidth", bench.bandwidth / 1e9, "GB/s")
+    took = min(bench.seconds(lambda: [x @ x for _ in range(4)])[0] for _ in range(6))
+    bench.rate = 4 * 2 * n ** 3 / took
     bench.report("matrix products", bench.rate / 1e12, "TFLOP/s")
 
 def plain_sample(model, prompts, group_size, temperature, stop, T):
     """common.sample by transformers' generate."""
-    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-    real = pad_sequence([torch.ones_like(prompt) for prompt in ids], True, 0, "left")
+    ids, real = common.padded(prompts, model.device, "left")
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    written = model.generate(
-        pad_sequence(ids, True, 0, "left"), attention_mask=real, num_return_sequences=group_size,
-        max_new_tokens=T, eos_token_id=stop.tolist() or [-1], pad_token_id=0, **how)
-    tokens = written[:, real.shape[1]:]
+    tokens = model.generate(
+        ids, attention_mask=real, num_return_sequences=group_size, max_new_tokens=T,
+        eos_token_id=stop.tolist() or [-1], pad_token_id=0, **how)[:, ids.shape[1]:]
     return tokens, torch.zeros(tokens.shape, device=model.device)
 
 def plain_micro_batches(batch, tokens):
@@ -177,19 +170,12 @@ plainly = mock.patch.multiple(  # decorator: with common's ways exchanged
     common, sample=plain_sample, micro_batches=plain_micro_batches, token_logprobs=plain_logprobs)
 
 def rollout(bench):
-    """All of T tokens, against the floor and transformers' generate."""
-    (P, G, S, T), config = bench.work.values(), bench.model.config.get_text_config()
-    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    cache = 2 * config.num_hidden_layers * width * P * G * (S + T / 2)  # numbers; the head is in float32
-    read = (bench.body + cache) * getattr(torch, bench.args.dtype).itemsize + 4 * bench.head
-    least = T * max((read + 2 * 4 * P * G * config.vocab_size) / bench.bandwidth,
-                    2 * (bench.body + bench.head) * P * G / bench.rate)
+    """All of T tokens, against transformers' generate."""
     bench.stop_with(1e-9)
     ours = lambda: common.generate(  # noqa: E731
-        bench.model, bench.tokenizer, bench.prompts, G, 1.0, bench.args)
+        bench.model, bench.tokenizer, bench.prompts, bench.work["G"], 1.0, bench.args)
     took, ratio, (found, _) = bench.race(ours, plainly(ours))
-    floor = None if bench.is_real else least / took  # completions of a real model end
-    bench.report("rollout", found["mask"].sum().item() / took, "tokens/s", floor, ratio)
+    bench.report("rollout", found["mask"].sum().item() / took, "tokens/s", None, ratio)
 
 def rewards(bench):
     """Of a rollout: 0 in the first groups, a share of --equal, and 0 and 1 in turn in the others."""
@@ -220,16 +206,15 @@ def step(bench):
     """Ragged rows, against a step with everything plain, and TRL."""
     bench.stop_with(4 / bench.work["T"])
     ours = lambda: one_step(bench)  # noqa: E731
-    took, ratio, ((parts, least), (plain, _)) = bench.race(ours, plainly(ours))
-    bench.report("step", took, "s", None, ratio)
-    for name, seconds in parts.items():
-        floor = least / seconds if name == "update" else None
-        bench.report(f"step, {name}", seconds, "s", floor, plain[name] / seconds)
+    beside = {"": plainly(ours)}
     if bench.other:
-        took, ratio, ((parts, _), (plain, _)) = bench.race(ours, lambda: one_step(bench, bench.other))
-        bench.report("step, plain: the other checkout", took, "s", None, ratio)
+        beside[", plain: the other checkout"] = lambda: one_step(bench, bench.other)
+    for whom, plain in beside.items():
+        took, ratio, ((parts, least), (theirs, _)) = bench.race(ours, plain)
+        bench.report(f"step{whom}", took, "s", None, ratio)
         for name, seconds in parts.items():
-            bench.report(f"step, {name}, plain: the other", seconds, "s", None, plain[name] / seconds)
+            floor = least / seconds if name == "update" else None
+            bench.report(f"step, {name}{whom}", seconds, "s", floor, theirs[name] / seconds)
     if TRL:
         from results.real.beside_trl import race
         took, ratio, length = race(bench, ours, rewards(bench))
@@ -244,8 +229,8 @@ def main(argv=None):
     args, script_args = parser.parse_known_args(argv)
     bench = Bench(args.model_size, args.model, script_args, args.equal, args.against)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, {bench.work}")
-    print(f"groups of equal rewards: {bench.equal:.0%}")
+    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, {bench.work}, "
+          f"groups of equal rewards: {bench.equal:.0%}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):
         part(bench)

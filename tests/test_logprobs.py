@@ -80,16 +80,20 @@ def test_training_uses_no_mask(tmp_path, family, monkeypatch):
     """Rows padded on the right need none, as attention is causal: the fast kernels ask for that. With
     checkpointing each of the two layers runs twice, those of the critic, too."""
     calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-    args = settings(grpo, model=save_tiny(tmp_path, family), gradient_checkpointing=True)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    model, _ = common.load_policy(args)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
-    common.token_logprobs(model, random_batch(5), args).sum().backward()
-    ppo.token_values(ppo.make_critic(model), random_batch(5), args).sum().backward()
-    assert len(calls) == 2 * (2 + 2)
-    assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+    source = save_tiny(tmp_path, family)
+    for times in (1, 2):
+        args = settings(grpo, model=source, gradient_checkpointing=times == 2)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        model, _ = common.load_policy(args)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                          lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
+            common.token_logprobs(model, random_batch(5), args).sum().backward()
+            ppo.token_values(ppo.make_critic(model), random_batch(5), args).sum().backward()
+        assert len(calls) == times * (2 + 2)
+        assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+        calls.clear()
 
 # --- chunks
 

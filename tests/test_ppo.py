@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import TINY, Trainer, generate_holes, holes, random_batch, settings, slopes, tiny_model, train
 
-import common
 import ppo
 
 def ragged(*lengths):

@@ -150,6 +150,9 @@ def test_the_three_side_by_side():
         assert int(rows["models in memory"][i][0]) == 1 + (script is ppo) + (args.beta > 0)
         assert rows["questions × completions of each"][i] == f"{args.prompts} × {args.group_size}"
         assert int(rows["optimiser steps for a rollout"][i]) == args.epochs * args.minibatches
+        assert args.temperature == 1
+    args = settings(ppo)  # as in the text above
+    assert (args.eps_value, args.gamma, args.lam, args.vf_coef, args.whiten) == (0.2, 1, 0.95, 0.1, True)
     args = gspo.parse_args(["--device", "cpu", "--dtype", "bfloat16"])
     assert args.eps_low == args.eps_high == 0.01 and "clips at .01 in bfloat16" in README
 
