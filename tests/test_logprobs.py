@@ -95,8 +95,6 @@ def test_training_uses_no_mask(tmp_path, family, monkeypatch):
         assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
         calls.clear()
 
-# --- chunks
-
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
     """Between the two, and of other chunks, no logits are kept: that is what the memory of a GPU holds. A
     tensor of a chunk takes .27 GB, as its comment says."""
