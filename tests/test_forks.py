@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows, refused,
+from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows,
                       same, settings, slopes, spy, tiny_model, train)
 from safetensors.torch import load_file
 
@@ -191,7 +191,7 @@ def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
         a, b = 0.99 * a + r, 0.99 * b + 1 - r
     assert tracker.rate((5,)) == pytest.approx(a / (a + b))
 
-def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path, capsys):
+def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path):
     """For W + s B A the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
@@ -220,8 +220,6 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     policy.float().save_pretrained(tmp_path / "saved")
     loaded = type(policy).from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
-    with refused(capsys, "--model", "torch.nn.Linear"):
-        module.add_adapters(tiny_model("gpt2"), args)
 
 @pytest.mark.parametrize("name, dtype", [("lora", "float32"), ("lora", "bfloat16"), ("spo", "float32")])
 def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
@@ -256,7 +254,6 @@ def test_the_pages_name_every_fork_and_show_one():
     assert sorted(counts) == sorted((name, str(len(found))) for name, found in lines.items())
     shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
     assert shown == [line for line in lines["rloo"] if line[1:].startswith("    adv = ")] and len(shown) == 2
-    assert all(f"`{name}`" in page for name in PATCHES)
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
@@ -302,23 +299,22 @@ def result(out):
 
 @pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
-    """One process with the repository's files, two with patched ones; and what the two print."""
+    """One process with the repository's files, two with patched ones."""
     path = tmp_path_factory.mktemp("torchrun")
     for folder in ("one", "two"):
         shutil.copytree(ROOT, path / folder, ignore=shutil.ignore_patterns("tests", "runs", ".*"))
     subprocess.run(["patch", "-p1", "-F0", "-i", PATCHES["torchrun"]], cwd=path / "two", check=True)
     how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
-    done = subprocess.run([*how, world, path / "two"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([*how, world, path / "two"], check=True, timeout=300)
     with pytest.MonkeyPatch.context() as patch:
         train_all(path / "one", world, patch)
-    return path, done.stdout
+    return path
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
 def test_two_processes_train_as_one(name, runs):
     """Losses and all else that is logged, weights, Adam's means of gradients and squares, to 1e-5 of the
     largest value; not if processes divide by their own rows. All completions are beside their questions."""
-    folders = [runs[0] / folder / name for folder in ("one", "two")]
+    folders = [runs / folder / name for folder in ("one", "two")]
     one, two = map(result, folders)
     assert one.keys() == two.keys() and len(one) > 60
     assert not [key for key, x in one.items() if (x - two[key]).abs().max() > 1e-5 * x.abs().max()]
@@ -329,12 +325,9 @@ def test_two_processes_train_as_one(name, runs):
         asked = [[line.partition(', "right"')[0] for line in lines] for lines in records]
         assert asked[0] == asked[1] and len(asked[0]) in (3, 15), path
 
-def test_the_first_process_alone_prints(runs):
-    assert runs[1].count(" training problems; ") == 4 and runs[1].count("held out after 2 steps") == 3
-
 def test_a_script_without_the_lines_of_the_patch_is_refused(runs, monkeypatch):
     """It would train on a part of the log-probs: each process computes those of its own rows."""
-    patched = module_of(runs[0] / "two" / "common.py")
+    patched = module_of(runs / "two" / "common.py")
     monkeypatch.setattr(patched, "WORLD", 2)
     rollout = random_batch(5)
     with pytest.raises(SystemExit, match="common.gathered .*torchrun.patch"):
