@@ -1,7 +1,6 @@
 """How fast a GRPO step is, part by part.
 
-    python tests/bench.py                      a model of a million weights, on a laptop's CPU
-    python tests/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
+    python tests/bench.py                                                          the toy
     python tests/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own model and problems
 
 Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
@@ -13,18 +12,15 @@ plain      How many times faster than the plain way: transformers' `generate`, m
            installed, and with --against DIR the scripts of another checkout, with their own defaults.
            They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
 
-"rollout" samples P x G completions of T tokens. A "step" is sampling, log-probs of policy and reference, and
-update; each token is the last with probability 4/T, so that completions have T/4 on average. A --model ends
-them where it does. Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with
---beta 0 such a group has no gradient and is not computed.
+"rollout" samples P x G completions. A "step" is sampling, log-probs of policy and reference, and update.
+Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with --beta 0 such a group
+has no gradient and is not computed.
 """
 import argparse
 import contextlib
 import copy
 import importlib
 import importlib.util
-import math
-import random
 import statistics
 import sys
 import time
@@ -32,17 +28,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: E402
 import grpo  # noqa: E402
 
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-SIZES = {  # of Qwen2.5, and the work: P prompts of S tokens, G completions of at most T each
-    "tiny": ((128, 384, 4, 4, 512), (8, 8, 32, 64)),
-    "0.5B": ((896, 4864, 24, 14, 151936), (32, 8, 128, 512)),
-    "1.5B": ((1536, 8960, 28, 12, 151936), (32, 8, 128, 512))}
 TRL = importlib.util.find_spec("trl")
 
 def script_of(folder):
@@ -55,62 +45,25 @@ def script_of(folder):
 
 class Bench:
     """The machine, the model, the work and the table."""
-    def __init__(self, size, model, script_args, equal=0.0, against=None):
-        P, G, S, T = SIZES[size][1] if model is None else (16, 8, 0, 48)
-        given = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}", *script_args]
-        if model or size != "tiny":  # tiny has the settings of the toy, which is trained without --model
-            given += ["--model", model or size]
+    def __init__(self, flags, equal=0.0, against=None):
+        flags = ["--prompts=16", "--group_size=8", "--max_new_tokens=48", *flags]
         self.equal, self.other = equal, against and script_of(against)
-        self.args_of = {script: script.parse_args(given) for script in (grpo, self.other) if script}
-        self.args = self.args_of[grpo]
-        P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
-        self.table, self.gpu, self.is_real = {}, self.args.device == "cuda", model is not None
-        self.clock, self.pairs = time.perf_counter if self.gpu else time.process_time, 3
-        torch.manual_seed(0)
-        if self.is_real:
-            with contextlib.redirect_stdout(None):
-                self.model, self.tokenizer = common.load_policy(self.args)
-                problems, _ = common.load_problems(self.args, self.tokenizer)
-            self.prompts = [problem["prompt"] for problem in common.batch_of(problems, 1, self.args)]
-        else:
-            self.make(size, P, S)
-        self.work = dict(P=P, G=G, S=round(statistics.mean(map(len, self.prompts))), T=T)
-        self.reference = copy.deepcopy(self.model) if self.args.beta != 0 else None
+        self.args_of = {script: script.parse_args(flags) for script in (grpo, self.other) if script}
+        self.args = args = self.args_of[grpo]
+        self.table, self.gpu, self.pairs = {}, args.device == "cuda", 3
+        self.clock = time.perf_counter if self.gpu else time.process_time
+        with contextlib.redirect_stdout(None):
+            self.model, self.tokenizer = common.load_policy(args)
+            problems, _ = common.load_problems(args, self.tokenizer)
+        self.prompts = [problem["prompt"] for problem in common.batch_of(problems, 1, args)]
+        S = round(statistics.mean(map(len, self.prompts)))
+        self.work = {"P": args.prompts, "G": args.group_size, "S": S, "T": args.max_new_tokens}
+        self.reference = copy.deepcopy(self.model) if args.beta != 0 else None
         self.optimizers_of = {script: {"policy": script.common.Optimizer(self.model, 1e-9, args)}
                               for script, args in self.args_of.items()}
         self.head = self.model.get_output_embeddings().weight.numel()
         self.body = sum(weight.numel() for weight in self.model.base_model.parameters())
         self.body -= self.model.get_input_embeddings().weight.numel()  # a token reads one row of it
-
-    def make(self, size, P, S):
-        """Make a model of Qwen2.5's architecture and P prompts of S tokens."""
-        config = transformers.Qwen2Config(
-            **dict(zip(SHAPE, SIZES[size][0])), num_key_value_heads=2, tie_word_embeddings=size != "tiny")
-        with torch.device(self.args.device):
-            self.model = transformers.AutoModelForCausalLM.from_config(config).train()
-        if self.args.gradient_checkpointing:
-            self.model.activation_checkpointing_enable()
-        torch.backends.cuda.enable_cudnn_sdp(False)  # this, graphs and TF32 are as in common.load_policy
-        if self.gpu:
-            self.model.reader = common.RecordedReader
-        if self.args.dtype == "bfloat16":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(common.TOY)
-        digits = self.tokenizer("0123456789")["input_ids"]
-        self.prompts = [random.choices(digits, k=S) for _ in range(P)]
-
-    def stop_with(self, p):
-        """Make the end the next token with probability p: feature 0 is 1 in all embeddings, the others next
-        to nothing, and the head weighs it more for the end. A real model is left as it is."""
-        if self.is_real:
-            return
-        odds = p / (1 - p) * (self.model.config.vocab_size - 1)
-        for name, weight in self.model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
-                weight.data.clamp_(-1e-5, 1e-5)
-                weight.data[:, 0] = float(not name.endswith("proj.weight"))
-        head = self.model.get_output_embeddings().weight.data
-        head[self.tokenizer.eos_token_id, 0] += math.log(odds) / head.shape[1] ** 0.5
 
     def seconds(self, function):
         """Of one run, and its result."""
@@ -170,8 +123,7 @@ plainly = mock.patch.multiple(  # decorator: with common's ways exchanged
     common, sample=plain_sample, micro_batches=plain_micro_batches, token_logprobs=plain_logprobs)
 
 def rollout(bench):
-    """All of T tokens, against transformers' generate."""
-    bench.stop_with(1e-9)
+    """Against transformers' generate."""
     ours = lambda: common.generate(  # noqa: E731
         bench.model, bench.tokenizer, bench.prompts, bench.work["G"], 1.0, bench.args)
     took, ratio, (found, _) = bench.race(ours, plainly(ours))
@@ -204,7 +156,6 @@ def one_step(bench, script=grpo):
 
 def step(bench):
     """Ragged rows, against a step with everything plain, and TRL."""
-    bench.stop_with(4 / bench.work["T"])
     ours = lambda: one_step(bench)  # noqa: E731
     beside = {"": plainly(ours)}
     if bench.other:
@@ -222,14 +173,12 @@ def step(bench):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-size", choices=SIZES, default="tiny", help="tiny, or a size of Qwen2.5")
-    parser.add_argument("--model", help="a directory or hub name, with --dataset")
     parser.add_argument("--equal", type=float, default=0.0, help="share of groups of equal rewards")
     parser.add_argument("--against", metavar="DIR", help="another checkout of this repository")
-    args, script_args = parser.parse_known_args(argv)
-    bench = Bench(args.model_size, args.model, script_args, args.equal, args.against)
+    own, flags = parser.parse_known_args(argv)
+    bench = Bench(flags, own.equal, own.against)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, {bench.work}, "
+    print(f"{bench.args.model}, {bench.args.dtype}, {where}, {bench.work}, "
           f"groups of equal rewards: {bench.equal:.0%}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):

@@ -186,8 +186,8 @@ def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
 # ---- Rewards ----
 
 def test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers():
-    def tell(problems, completions):
-        return [10 * problem["n"] + int(text) for problem, text in zip(problems, completions)]
+    def tell(problems, completions, ten=10):  # which is not replaced by the rollout
+        return [ten * problem["n"] + int(text) for problem, text in zip(problems, completions)]
     assert common.rewards_of(tell, [{"n": 1}, {"n": 2}], rollout(*"1234")).tolist() == [11, 12, 23, 24]
     for given in ([1, 0], (True, False), torch.tensor([True, False]), torch.tensor([1.0, 0]).double()):
         rewards = common.rewards_of(lambda problems, completions: given, [{}], rollout("a", "b"))
@@ -214,9 +214,3 @@ def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
     problems = [{"question": "1+1?"}, {"question": "2+2?"}]
     with refused(capsys, "the reward function returned", *words):
         common.rewards_of(lambda problems, completions: given, problems, rollout(*"abcd"))
-
-def test_a_third_parameter_with_a_default_is_the_users_own():
-    """A cache or a weight would else be replaced by the rollout, without a word."""
-    def cached(problems, completions, weight=0.5):
-        return [weight * len(text) for text in completions]
-    assert common.rewards_of(cached, [{}], rollout("a", "bc")).tolist() == [0.5, 1]

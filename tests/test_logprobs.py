@@ -46,21 +46,16 @@ def test_float32_and_zero_outside_the_mask(dtype, close):
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
-    """Within autocast, as the sampler calls it, and outside: the head's product is float32."""
-    model, calls = tiny_model(), spy(monkeypatch, common, "head_logits")
-    args = settings(grpo, dtype="bfloat16")
-    common.token_logprobs(model, random_batch(3), args)
+    """Within autocast, as the sampler calls it, and outside: the head's product is float32. Only completion
+    tokens reach the head."""
+    model, batch, calls = tiny_model(), random_batch(3), spy(monkeypatch, common, "head_logits")
+    common.token_logprobs(model, batch, settings(grpo, dtype="bfloat16"))
+    assert len(calls[0].hidden) == batch["mask"].sum()
     with torch.autocast("cpu", torch.bfloat16):
         common.head_logits(model, calls[0].hidden)
     for call in calls:
         exact = call.hidden.double() @ model.lm_head.weight.double().T
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
-
-def test_only_completion_tokens_reach_the_head(monkeypatch):
-    """No logits for prompts and padding: as many rows go through the head as the mask has ones."""
-    batch, calls = random_batch(6, prompt=(20, 30)), spy(monkeypatch, common, "head_logits")
-    common.token_logprobs(tiny_model(), batch, settings(grpo))
-    assert sum(len(call.hidden) for call in calls) == batch["mask"].sum()
 
 @pytest.mark.parametrize("cut", [1, 30, 10**6])
 def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
