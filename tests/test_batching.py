@@ -110,7 +110,7 @@ def test_statistics_are_weighted_by_their_counts():
 def test_rollout_statistics_leave_padding_out():
     """And tokens that do not count. Length, entropy (estimated: the mean of the sampler's -log pi is 8.8 / 9)
     and KL are over tokens. KL is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the
-    others 1. The sampler's log-probs are off by .3 and -.3 in the first row and by .2 in the second: of tokens
+    others 1. The sampler's are off by .3 and -.3 in the first row and by .2 in the second: of tokens
     the mean square is (.09 + .09 + .04) / 9, of the means of rows, 0 and .2, it is .04 / 4."""
     mask = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]])
     rollout = {"mask": mask, "rewards": torch.tensor([1.0, 1, 0, 1]), "old_logp": -mask, "ref_logp": -mask,

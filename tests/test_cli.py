@@ -73,7 +73,8 @@ def test_the_toys_settings_hold_for_a_run_without_model_and_given_flags_win(scri
     monkeypatch.setattr(torch, "set_num_threads", cores.append)
     for model in (["--model", "x"], []):
         args, toy = script.parse_args(model), not model
-        assert (vars(args).items() >= common.TOY_SETTINGS.items()) == (cores == [1]) == (args.lr > 1e-4) == toy
+        own = vars(args).items() >= common.TOY_SETTINGS.items()
+        assert own == (cores == [1]) == (args.lr > 1e-4) == toy
         assert script is not ppo or (args.value_lr == 1e-2) == toy
         args = script.parse_args([*model, "--lr", "0.003", "--steps", "7", "--gradient_checkpointing"])
         assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
@@ -180,7 +181,7 @@ def test_evaluations_are_of_held_out_problems_after_the_step_they_are_logged_wit
     flags = "--steps 5 --eval_every 2 --save_every 3 --prompts 9 --max_new_tokens 1 --eval_problems 6"
     rows = train(script, f"{QUICK} {flags}")
     names = {"eval_accuracy", "eval_sampled_accuracy", "eval_reward", "eval_completion_length"}
-    assert "".join(happened) == "e cu cue cus cue cues".replace(" ", "") and rows[0].keys() == names | {"step"}
+    assert "".join(happened) == "ecucuecuscuecues" and rows[0].keys() == names | {"step"}
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
     trained, held_out = ({problem["question"] for given in asked[name] if isinstance(given, list)
                           for problem in given} for name in ("collect", "evaluate"))

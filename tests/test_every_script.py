@@ -58,12 +58,6 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
 
-def test_the_gradient_is_a_mean_over_rows(script):
-    """A rollout twice over has the same gradient. (Twice the gradient if a copy's objective is a sum.)"""
-    trainer, rollout = Trainer(script).moved()
-    twice = {name: torch.cat([x, x]) for name, x in rollout.items()}
-    same_gradient(script, trainer.gradients(twice)[0], trainer.gradients(rollout)[0])
-
 def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
     """Six groups in minibatches of 2, 2, 1, 1: each step is as if its rows were the rollout."""
     trainer, rollout = Trainer(script).moved()

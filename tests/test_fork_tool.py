@@ -127,8 +127,9 @@ def test_loss_and_gradient_of_an_update_are_those_of_the_models_tokens_alone(nam
 def test_the_calculator(load):
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOY)
     calculate = load("grpo").calculator(tokenizer)
-    for text, result in [("7+2=9\n9-4=", "5"), ("7+2-5=", "4"), ("9+9=", "18"), ("3-9=", "-6"), ("-6+8=", "2"),
-                         ("10-3=", "7"), ("=", ""), ("7+2", ""), ("7+=", ""), ("7+2=9", ""), ("7+2=\n", "")]:
+    for text, result in [("7+2=9\n9-4=", "5"), ("7+2-5=", "4"), ("9+9=", "18"), ("3-9=", "-6"),
+                         ("-6+8=", "2"), ("10-3=", "7"), ("=", ""), ("7+2", ""), ("7+=", ""),
+                         ("7+2=9", ""), ("7+2=\n", "")]:
         assert tokenizer.decode(calculate(tokenizer(text)["input_ids"])) == result, text
 
 def test_the_toy_learns_with_a_calculator(load, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """tests/forks: each patch turns grpo.py into another published objective, or gives it another reward. It
-applies, computes in value and gradient what its paper says (test_vectors.py has eight of them), and learns the
-toy. torchrun.patch lets processes train as one: torchrun starts two of this file, for 5 prompts.
+applies, computes in value and gradient what its paper says (eight: test_vectors.py), and learns the toy.
+torchrun.patch lets processes train as one: torchrun starts two of this file, for 5 prompts.
 """
 import functools
 import importlib
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows,
-                      same, settings, slopes, spy, tiny_model, train)
+from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows, same,
+                      settings, slopes, spy, tiny_model, train)
 from safetensors.torch import load_file
 
 import common
@@ -169,7 +169,7 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
 
 @pytest.mark.parametrize("icepop, outside", [(False, 1 / 8), (True, 2 / 8)])
 def test_tis_logs_the_share_of_tokens_outside_its_range(icepop, outside, fork, monkeypatch):
-    """The sampler's log-probs are 1 in this stand-in. The second group has no gradient: its old ones are NaN."""
+    """The sampler's log-probs are 1 here. The second group has no gradient: its old ones are NaN."""
     logp = 1 + torch.tensor([[1, 0.4, 1.5, 1.9, 2.1], *[[1.0] * 5] * 3]).log()
     given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
     rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 1], [5, 3, 4, 4], **given)

@@ -1,4 +1,4 @@
-"""The tests of test_cli.py and test_resume.py that run grpo.py hold for gspo.py: both differ in the ratio alone."""
+"""What test_cli.py and test_resume.py see of grpo.py holds for gspo.py: both differ in the ratio alone."""
 import inspect
 import re
 

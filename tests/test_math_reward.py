@@ -23,7 +23,8 @@ x \le 4 ~ x \leqslant 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 |
 \frac{x}{2} ~ x/2 | \sqrt\frac34 ~ \sqrt\tfrac{3}{4} | 10% ~ 10 | 10 ~ 10\% |
 D ~ \textbf{(D)} | D ~ \mathbf{D} | 9 ~ 9 kg | 9 ~ 9 seconds | 9 ~ 9 ft | 9 ~ **9** | -7 ~ –7 |
 3/8 ~ \displaystyle\frac{3}{8} | x \le 4 ~ x \le4 | 1234 ~ 1{,}234~km | 5\pi ~ 5\pi\text{ cm} |
-5\sqrt{17} ~ 5\sqrt{17}\text{ cm} | 1,2 ~ {1, 2} | \frac{\ln 2}{3} ~ \dfrac{\ln 2}{3} | a<1 or a>4 ~ a < 1 \text{ or } a > 4
+5\sqrt{17} ~ 5\sqrt{17}\text{ cm} | \frac{\ln 2}{3} ~ \dfrac{\ln 2}{3} |
+a<1 or a>4 ~ a < 1 \text{ or } a > 4 | 1,2 ~ {1, 2}
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 |
