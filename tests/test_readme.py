@@ -1,4 +1,4 @@
-"""The README's numbers, computed by the scripts' own functions; the names, commands and examples of README.md,
+"""The README's numbers, by the scripts' own functions; the names, commands and examples of README.md,
 tests/results/README.md (SECOND), tests/results/using.md (USING) and tests/forks/README.md (FORKS)."""
 import re
 import shlex

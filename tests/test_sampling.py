@@ -126,7 +126,7 @@ def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, temperat
 
 def test_draw_never_takes_what_has_no_chance(monkeypatch):
     """A uniform number of almost 0 or 1, or sums that fall short of 1, do not reach an id with pi = 0, or one
-    beyond the last. Sums are in float64: in float32 those of a GPU, which adds in parallel, might decrease."""
+    beyond the last. Sums are in float64: in float32 those of a GPU, which adds in parallel, may fall."""
     torch.manual_seed(1)
     logits, many = torch.full((4, 7), -math.inf), torch.randn(64, 1000) * 3
     seen, real = [], torch.searchsorted

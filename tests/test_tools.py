@@ -58,6 +58,15 @@ def test_every_mistake_is_planted_in_code_that_still_compiles(tmp_path):
     assert page.partition(mistakes.MARK)[2] == mistakes.page(lines)
     assert [line["name"] for line in lines] == [mistake.name for mistake in mistakes.MISTAKES]
 
+def test_no_sum_in_words_or_its_mirror_image_is_in_two_files(tmp_path):
+    subprocess.run([sys.executable, RESULTS / "real/make_sums.py", tmp_path], check=True)
+    where = {}
+    for path in tmp_path.rglob("*.jsonl"):
+        for row in map(json.loads, path.open()):
+            words = row["question"].removesuffix("?").split()
+            assert where.setdefault(tuple(sorted(words) if "plus" in words else words), path) == path
+    assert len(where) > 5000
+
 def test_models_are_compared_problem_by_problem(tmp_path, capsys):
     """The toy with two seeds: the same greedy answers, other samples. statistics computes the errors anew."""
     rows, file = (ROOT / "tests/toy/test.jsonl").read_text().splitlines()[:30], tmp_path / "compared.jsonl"
