@@ -113,12 +113,11 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.chat_template = chat
     return out
 
-def save_tiny(path, family="qwen2", tokenizer=None, generation=None, **settings):
-    """A model directory like those of the hub; `generation` are settings of its generation_config."""
+def save_tiny(path, family="qwen2", tokenizer=None, **settings):
+    """A model directory like those of the hub."""
     settings = {"vocab_size": 104 if tokenizer else 64} | settings
     tokenizer = tokenizer or tiny_tokenizer(settings["vocab_size"])
     model = tiny_model(family, eos_token_id=tokenizer.eos_token_id, **settings)
-    model.generation_config.update(**generation or {})
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)

@@ -1,8 +1,6 @@
 """tests/forks: each patch turns grpo.py into another published objective, or gives it another reward. It
-applies, computes in value and gradient what its paper says, runs, and learns the toy. torchrun.patch lets
-processes train as one: torchrun starts two of this file, for 5 prompts.
-
-   cp grpo.py mine.py; patch mine.py tests/forks/rloo.patch; python mine.py
+applies, computes in value and gradient what its paper says (eight: test_vectors.py), and learns the toy.
+torchrun.patch lets processes train as one: torchrun starts two of this file, for 5 prompts.
 """
 import functools
 import importlib
@@ -12,7 +10,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -21,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Recorder, by_text, call, make_batch, newest, random_batch, refused, same,
-                      settings, slopes, spy, tensor64, tiny_model, train)
+from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows, same,
+                      settings, slopes, spy, tiny_model, train)
 from safetensors.torch import load_file
 
 import common
@@ -30,11 +27,11 @@ import common
 pytestmark = pytest.mark.slow
 PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun", "tool", "opd"})  # they have tests of their own
+OURS = ["entropy", "format_reward", "lora", "reinforce_pp", "spo", "tpo"]  # not in tests/vectors.json
 OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 
 def module_of(path):
-    """A file as a module."""
     spec = importlib.util.spec_from_file_location(f"of_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -57,98 +54,53 @@ def fork(tmp_path, monkeypatch):
         Path("few.json").write_text("".join(itertools.islice(file, 1500)))
     return load
 
-def surrogate(w, A, low, high):
-    """What a token adds: nothing more is gained above `high` for A > 0, nor below `low` for A < 0."""
-    return min(w, high) * A if A > 0 else max(w, low) * A
-
-def terms(name, logp, old, A, constant):
-    """What each token of one completion adds to J by the paper, in floats; `constant` are the log-probs
-    where the paper stops the gradient."""
-    w = [math.exp(a - b) for a, b in zip(logp, old)]
-    if name == "cispo":
-        return [min(math.exp(c - b), 2.0) * A * a for a, b, c in zip(logp, old, constant)]
-    if name == "gmpo":  # the product of min(w^s, e^0.4)^s, s the sign of A, to the power 1/|o|
-        s = 1 if A > 0 else -1
-        product = math.prod(min(x ** s, math.exp(0.4)) ** s for x in w)
-        return [product ** (1 / len(w)) * A] * len(w)
-    if name == "sapo":
-        tau = 1.0 if A > 0 else 1.05
-        return [4 / tau / (1 + math.exp(-tau * (x - 1))) * A for x in w]
-    if name == "tpo":  # a good token of probability p may reach sqrt(p), a bad one p^2
-        p = [math.exp(b) for b in old]
-        return [surrogate(x, A, q ** 2 / q, math.sqrt(q) / q) for x, q in zip(w, p)]
-    gain = [surrogate(x, A, 0.8, 1.28 if name == "dapo" else 1.2) for x in w]
-    if name == "entropy":  # the bonus is not clipped; its log pi is a number
-        gain = [g - 0.05 * x * c for g, x, c in zip(gain, w, constant)]
-    return gain
-
-def weight(name, length):
-    """Of a token in the sum over rows. (In dapo the advantage has a part of it, tested below.)"""
-    return {"tpo": 1, "dr_grpo": 1 / 8}.get(name, 1 / length)
-
-def rows(seed):
-    """Six completions of 1 to 6 tokens, signs of A alternating: log-probs, old ones and the reference's up
-    to 2 apart, advantages, mask."""
-    rng, lengths = random.Random(seed), [6, 5, 4, 3, 2, 1]
-    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).double()
-    old = tensor64([[-rng.uniform(0.1, 3) for _ in range(6)] for _ in lengths]) * mask
-    away = [tensor64([[rng.uniform(-2, 2) for _ in range(6)] for _ in lengths]) * mask for _ in "ab"]
-    adv = [[rng.uniform(0.3, 2) * (-1) ** i] for i in range(6)]
-    return old + away[0], old, old + away[1], tensor64(adv), mask
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_loss_and_gradient_are_those_of_the_paper(name, seed, fork):
-    """Against sums of floats and their finite differences, with the KL term."""
+@pytest.mark.parametrize("name", OURS)
+def test_loss_and_gradient_are_those_of_the_paper(name, fork):
+    """On ragged rows, against sums of floats and their finite differences, with the KL term."""
     module = fork(name)
-    args = settings(module, beta=0.04, max_new_tokens=8, **OPTIONS.get(name, {}))
-    logp, old, ref, adv, mask = rows(seed)
-    adv = adv.sign() if name == "tpo" else adv
-    lengths = mask.sum(1).int().tolist()
+    args = settings(module, beta=0.04, **OPTIONS.get(name, {}))
+    given = random_rows(1, spread=1.0) | {"args": args}
+    given["old_logp"] = -given["old_logp"].abs() - 0.1  # of tpo's p
+    given["adv"] = given["adv"].sign() if name == "tpo" else given["adv"]
+    kl = 0 if name == "reinforce_pp" else 0.04  # its KL is in the reward
 
     def J(x):
         total = 0
-        for i, n in enumerate(lengths):
-            kl = [math.exp(r - a) - (r - a) - 1 for r, a in zip(ref[i, :n].tolist(), x[i, :n].tolist())]
-            gain = terms(name, x[i, :n].tolist(), old[i, :n].tolist(), adv[i, 0].item(), logp[i, :n].tolist())
-            beta = 0 if name == "reinforce_pp" else 0.04  # its KL is in the reward
-            total += weight(name, n) * (sum(gain) - beta * sum(kl))
+        for i, counts in enumerate(given["mask"] > 0):
+            A = given["adv"][i, 0].item()
+            tokens = list(zip(*(rows[i, counts].tolist() for rows in (
+                x, given["old_logp"], given["ref_logp"], given["logp"]))))
+            for logp, old, ref, start in tokens:
+                w, p = math.exp(logp - old), math.exp(old)
+                # A good token of probability p may reach sqrt(p) in tpo, a bad one p^2.
+                low, high = (p ** 2 / p, math.sqrt(p) / p) if name == "tpo" else (0.8, 1.2)
+                gain = min(w, high) * A if A > 0 else max(w, low) * A
+                gain -= (name == "entropy") * 0.05 * w * start  # not clipped; its log pi is a number
+                gain -= kl * (math.exp(ref - logp) - (ref - logp) - 1)
+                total += gain / (1 if name == "tpo" else len(tokens))
         return total
-    x = logp.clone().requires_grad_()
-    given = {"logp": x, "old_logp": old, "ref_logp": ref, "adv": adv, "mask": mask, "args": args}
-    loss, stats = call(module.policy_loss, given)
-    assert -loss.item() == pytest.approx(J(logp))
-    torch.testing.assert_close(-torch.autograd.grad(loss, x)[0], slopes(J, logp), rtol=1e-5, atol=1e-7)
-    if "clip_frac" in stats:  # tokens of both signs have met the clip
-        assert 3 < stats["clip_frac"][0] < mask.sum() - 3
+    x = given["logp"].clone().requires_grad_()
+    loss, stats = call(module.policy_loss, given | {"logp": x})
+    assert -loss.item() == pytest.approx(J(x.detach()))
+    gradient, expected = -torch.autograd.grad(loss, x)[0], slopes(J, x.detach())
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert 3 < stats["clip_frac"][0] < given["mask"].sum() - 3
 
-@pytest.mark.parametrize("tokens", [30, 10 ** 6])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_optimiser_step_has_the_denominator_of_the_paper(name, tokens, fork):
-    """Where w is 1 every objective here has the gradient A grad log pi, times the weight of a token by a
-    denominator for the whole step, however it is cut into micro-batches."""
-    module, model = fork(name), tiny_model(seed=3)
-    args = settings(module, epochs=1, minibatches=1, group_size=2, micro_batch_tokens=tokens, beta=0.0,
-                    max_new_tokens=8)
-    rollout, adv = random_batch(6, seed=2), torch.tensor([1.0, -1, 0, 0, 1, -1])
-    logp = common.token_logprobs(model, rollout, args)
-    lengths = rollout["mask"].sum(1)
-    mixed = torch.tensor([True, True, False, False, True, True])
-    rollout |= {"adv": adv[:, None], "old_logp": logp.detach(), "mixed": mixed}
-    weights = torch.tensor([weight(name, n) for n in lengths.tolist()])
-    by = {"dapo": 4, "tpo": 1}.get(name, 6)  # dapo: the rows of groups with right and wrong answers
-    loss = -(logp.sum(1) * adv * weights).sum() / by
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-    recorder = Recorder(model)
-    module.update(model, {"policy": recorder}, rollout, args)
-    torch.testing.assert_close(recorder.gradients[0], expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
+@pytest.mark.parametrize("name", OURS)
+def test_an_optimiser_step_divides_by_its_rows_but_not_tpos(name, fork):
+    """Of a copy test_every_script.py sees the direction only."""
+    script = fork(name)
+    trainer, rollout = Trainer(script, **OPTIONS.get(name, {})).moved()
+    logp = common.token_logprobs(trainer.policy, rollout, trainer.args)
+    loss, _ = call(script.policy_loss, {"ref_logp": None} | rollout | {"logp": logp, "args": trainer.args})
+    expected = torch.autograd.grad(loss / (1 if name == "tpo" else 12), list(trainer.policy.parameters()))
+    [gradient], _ = trainer.gradients(rollout)
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
 
-@pytest.mark.parametrize("name, expected", [
-    ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),  # 1 - 0, 0 - 1/3: against the mean of the other three
-    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]), ("tpo", [1, -1, -1, -1]),
-    ("tpo", [1] + [0] * 15)])  # wrong ones, which were to be expected, teach nothing
-def test_advantages_of_one_right_completion_in_a_group(name, expected, fork):
-    module, G = fork(name), len(expected)
+@pytest.mark.parametrize("expected", [[1, -1, -1, -1], [1] + [0] * 15])
+def test_tpos_advantages_of_one_right_completion(expected, fork):
+    """In a group of 16 the wrong ones, which were to be expected, teach nothing."""
+    module, G = fork("tpo"), len(expected)
     assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx(expected)
     assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
 
@@ -168,19 +120,12 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **
     models, args = (*logps, None)[:2], settings(module, **flags)
     return module.collect(*models, *state, None, problems, lambda *_: rewards, args)
 
-def test_dapo_weighs_the_tokens_of_a_group_alike_and_leaves_out_other_groups(fork, monkeypatch):
-    """In update a token has A of (1) by |o_i| and by the rows of mixed groups; in the paper's equation 8 the
-    plain A by the tokens of its group, of which the mean over groups is taken. In the second group only the
-    penalty makes the rewards differ: all its answers are right."""
+def test_dapo_leaves_out_groups_that_are_all_right(fork, monkeypatch):
+    """In the second group only the penalty makes the rewards differ: all its answers are right."""
     rewards, lengths = [1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 1], [3, 5, 1, 2, 9, 3, 3, 3, 7, 8, 10, 1]
     given = {"group_size": 4, "max_new_tokens": 10}
     rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, **given)
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
-    for group in (0, 8):
-        paid, tokens = rewards[group:group + 4], lengths[group:group + 4]
-        A = [(r - statistics.mean(paid)) / (statistics.stdev(paid) + 1e-4) for r in paid]
-        found = [x / n / 8 for x, n in zip(rollout["adv"][group:group + 4, 0].tolist(), tokens)]
-        assert found == pytest.approx([x / sum(tokens) / 2 for x in A])
 
 @pytest.mark.parametrize("rewards, lengths, beta", [
     ([1, 0], [2, 1], 0.5), ([1, 0, 0, 1, 0, 1], [3, 1, 5, 5, 2, 4], 0.04)])
@@ -222,18 +167,13 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
     _, first, *_, last = train(module, LEARNS + flags)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
 
-@pytest.mark.parametrize("icepop", [False, True])
-def test_tis_weighs_tokens_by_trainer_over_sampler(icepop, fork, monkeypatch):
-    """The sampler's log-probs are 1 in this stand-in; 0 on padding. Where the weight is 1 it is GRPO. The
-    second group has no gradient, and its old log-probs are NaN."""
-    logs = [math.log(m) for m in (1, 0.4, 1.5, 1.9, 2.1)]
-    logp = torch.tensor([[1 + x for x in logs], *[[1.0] * 5] * 3])
+@pytest.mark.parametrize("icepop, outside", [(False, 1 / 8), (True, 2 / 8)])
+def test_tis_logs_the_share_of_tokens_outside_its_range(icepop, outside, fork, monkeypatch):
+    """The sampler's log-probs are 1 here. The second group has no gradient: its old ones are NaN."""
+    logp = 1 + torch.tensor([[1, 0.4, 1.5, 1.9, 2.1], *[[1.0] * 5] * 3]).log()
     given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
     rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 1], [5, 3, 4, 4], **given)
-    A = 0.5 / (math.sqrt(0.5) + 1e-4)
-    m = [1, 0 if icepop else 0.4, 1.5, 1.9, 0 if icepop else 2]
-    torch.testing.assert_close(rollout["adv"], A * torch.tensor([m, [-1.0] * 5, [0.0] * 5, [0.0] * 5]))
-    assert stats["outside"] == pytest.approx((2 if icepop else 1) / 8)
+    assert stats["outside"] == pytest.approx(outside) and not rollout["adv"].isnan().any()
 
 def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
     """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. A new
@@ -250,7 +190,7 @@ def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
         a, b = 0.99 * a + r, 0.99 * b + 1 - r
     assert tracker.rate((5,)) == pytest.approx(a / (a + b))
 
-def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path, capsys):
+def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path):
     """For W + s B A the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
@@ -279,8 +219,6 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     policy.float().save_pretrained(tmp_path / "saved")
     loaded = type(policy).from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
-    with refused(capsys, "--model", "torch.nn.Linear"):
-        module.add_adapters(tiny_model("gpt2"), args)
 
 @pytest.mark.parametrize("name, dtype", [("lora", "float32"), ("lora", "bfloat16"), ("spo", "float32")])
 def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
@@ -296,7 +234,7 @@ def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
     assert same(one, other) and not same(one[1], load_file(ROOT / "tests" / "toy" / "model.safetensors"))
 
 def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
-    """As copies beside common.py: README promises that `pytest` tests a copy. The toy is learnt below."""
+    """As copies beside common.py: README promises that `pytest` tests a copy."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
     for name in ("common.py", "tests/conftest.py", "tests/test_every_script.py"):
@@ -305,17 +243,6 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
         make_copy(name)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "not learns"], stdout=subprocess.PIPE)
     assert done.returncode == 0, done.stdout.decode()
-
-def test_the_pages_name_every_fork_and_show_one():
-    """The number of lines that each changes, and the two lines of code that RLOO changes."""
-    readme, page = ((ROOT / name / "README.md").read_text(encoding="utf-8") for name in ("", "tests/forks"))
-    lines = {name: re.findall(r"^[+-](?!-- a/|\+\+ b/).*", path.read_text(encoding="utf-8"), re.M)
-             for name, path in PATCHES.items()}
-    counts = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| \.\d+ \|$", page, re.M)
-    assert sorted(counts) == sorted((name, str(len(found))) for name, found in lines.items())
-    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
-    assert shown == [line for line in lines["rloo"] if line[1:].startswith("    adv = ")] and len(shown) == 2
-    assert all(f"`{name}`" in page for name in PATCHES)
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
@@ -361,23 +288,22 @@ def result(out):
 
 @pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
-    """One process with the repository's files, two with patched ones; and what the two print."""
+    """One process with the repository's files, two with patched ones."""
     path = tmp_path_factory.mktemp("torchrun")
     for folder in ("one", "two"):
         shutil.copytree(ROOT, path / folder, ignore=shutil.ignore_patterns("tests", "runs", ".*"))
     subprocess.run(["patch", "-p1", "-F0", "-i", PATCHES["torchrun"]], cwd=path / "two", check=True)
     how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
-    done = subprocess.run([*how, world, path / "two"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([*how, world, path / "two"], check=True, timeout=300)
     with pytest.MonkeyPatch.context() as patch:
         train_all(path / "one", world, patch)
-    return path, done.stdout
+    return path
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
 def test_two_processes_train_as_one(name, runs):
     """Losses and all else that is logged, weights, Adam's means of gradients and squares, to 1e-5 of the
     largest value; not if processes divide by their own rows. All completions are beside their questions."""
-    folders = [runs[0] / folder / name for folder in ("one", "two")]
+    folders = [runs / folder / name for folder in ("one", "two")]
     one, two = map(result, folders)
     assert one.keys() == two.keys() and len(one) > 60
     assert not [key for key, x in one.items() if (x - two[key]).abs().max() > 1e-5 * x.abs().max()]
@@ -388,12 +314,9 @@ def test_two_processes_train_as_one(name, runs):
         asked = [[line.partition(', "right"')[0] for line in lines] for lines in records]
         assert asked[0] == asked[1] and len(asked[0]) in (3, 15), path
 
-def test_the_first_process_alone_prints(runs):
-    assert runs[1].count(" training problems; ") == 4 and runs[1].count("held out after 2 steps") == 3
-
 def test_a_script_without_the_lines_of_the_patch_is_refused(runs, monkeypatch):
     """It would train on a part of the log-probs: each process computes those of its own rows."""
-    patched = module_of(runs[0] / "two" / "common.py")
+    patched = module_of(runs / "two" / "common.py")
     monkeypatch.setattr(patched, "WORLD", 2)
     rollout = random_batch(5)
     with pytest.raises(SystemExit, match="common.gathered .*torchrun.patch"):

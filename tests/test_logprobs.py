@@ -46,21 +46,16 @@ def test_float32_and_zero_outside_the_mask(dtype, close):
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
-    """Within autocast, as the sampler calls it, and outside: the head's product is float32."""
-    model, calls = tiny_model(), spy(monkeypatch, common, "head_logits")
-    args = settings(grpo, dtype="bfloat16")
-    common.token_logprobs(model, random_batch(3), args)
+    """Within autocast, as the sampler calls it, and outside: the head's product is float32. Only completion
+    tokens reach the head."""
+    model, batch, calls = tiny_model(), random_batch(3), spy(monkeypatch, common, "head_logits")
+    common.token_logprobs(model, batch, settings(grpo, dtype="bfloat16"))
+    assert len(calls[0].hidden) == batch["mask"].sum()
     with torch.autocast("cpu", torch.bfloat16):
         common.head_logits(model, calls[0].hidden)
     for call in calls:
         exact = call.hidden.double() @ model.lm_head.weight.double().T
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
-
-def test_only_completion_tokens_reach_the_head(monkeypatch):
-    """No logits for prompts and padding: as many rows go through the head as the mask has ones."""
-    batch, calls = random_batch(6, prompt=(20, 30)), spy(monkeypatch, common, "head_logits")
-    common.token_logprobs(tiny_model(), batch, settings(grpo))
-    assert sum(len(call.hidden) for call in calls) == batch["mask"].sum()
 
 @pytest.mark.parametrize("cut", [1, 30, 10**6])
 def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
@@ -80,18 +75,20 @@ def test_training_uses_no_mask(tmp_path, family, monkeypatch):
     """Rows padded on the right need none, as attention is causal: the fast kernels ask for that. With
     checkpointing each of the two layers runs twice, those of the critic, too."""
     calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-    args = settings(grpo, model=save_tiny(tmp_path, family), gradient_checkpointing=True)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    model, _ = common.load_policy(args)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
-    common.token_logprobs(model, random_batch(5), args).sum().backward()
-    ppo.token_values(ppo.make_critic(model), random_batch(5), args).sum().backward()
-    assert len(calls) == 2 * (2 + 2)
-    assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
-
-# --- chunks
+    source = save_tiny(tmp_path, family)
+    for times in (1, 2):
+        args = settings(grpo, model=source, gradient_checkpointing=times == 2)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        model, _ = common.load_policy(args)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                          lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
+            common.token_logprobs(model, random_batch(5), args).sum().backward()
+            ppo.token_values(ppo.make_critic(model), random_batch(5), args).sum().backward()
+        assert len(calls) == times * (2 + 2)
+        assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+        calls.clear()
 
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
     """Between the two, and of other chunks, no logits are kept: that is what the memory of a GPU holds. A

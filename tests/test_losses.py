@@ -1,10 +1,10 @@
 """The losses beyond the worked numbers of test_equations.py: value and gradient against a loop over single
-numbers; groups; GSPO beside GRPO in whole updates, its clip range, and its advantages of tokens."""
+numbers, far from ratio 1, too. Whole steps against such loops: test_vectors.py."""
 import math
 
 import pytest
 import torch
-from conftest import Trainer, generate_holes, loss_of, random_rows, settings, slopes, tensor64
+from conftest import loss_of, random_rows, settings, slopes, tensor64
 
 import grpo
 import gspo
@@ -58,58 +58,7 @@ def test_value_gradient_and_statistics_equal_a_float_loop(script, flags):
         assert [float(x) for x in stats["loss"]] == [loss.item(), 5]
         assert stats["ratio_max"].item() == pytest.approx(largest)
 
-# --- groups
-
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_rewards_that_differ_by_little_keep_their_advantages(script):
     adv = script.group_advantages(tensor64([0.5, 0.5 + 1e-4]), 2)
     torch.testing.assert_close(adv, tensor64([-0.5, 0.5]) / (math.sqrt(0.5) + 1), rtol=1e-6, atol=0)
-
-def test_equal_prompts_stay_two_groups():
-    """Rewards [1, 0, 0, 0] and [1, 1, 1, 0] of one problem drawn twice are normalised apart."""
-    trainer = Trainer(grpo, group_size=4)
-    trainer.problems = [{"prompt": [3, 4, 5], "name": name} for name in "ab"]
-    names = []
-    for second, adv, equal in [([1, 1, 1, 0], [0.5, 0.5, 0.5, -1.5], 0), ([1, 1, 1, 1], [0, 0, 0, 0], 0.5)]:
-        trainer.reward = lambda asked, _: names.extend(p["name"] for p in asked) or [1, 0, 0, 0] + second
-        trainer.collect()
-        expected = torch.tensor([1.5, -0.5, -0.5, -0.5] + adv)[:, None]
-        torch.testing.assert_close(trainer.rollout["adv"], expected, rtol=1e-3, atol=0)
-        assert trainer.stats["zero_variance_groups"] == equal
-    assert names == (["a"] * 4 + ["b"] * 4) * 2
-
-# --- GSPO
-
-def weights_after(script, **flags):
-    """The policy's weights after one update, and its statistics."""
-    trainer = Trainer(script, beta=0.0, **flags)
-    trainer.use_adam(lr=1e-3)
-    stats = trainer.update()
-    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), stats
-
-def test_an_update_equals_grpos_as_long_as_it_is_one_optimiser_step():
-    """At ratio 1 the gradients are the same; from the second minibatch on the ratio of the sequence tells."""
-    trainers = [Trainer(script, beta=0.0, **AWAY) for script in (gspo, grpo)]
-    [ours], [theirs] = (trainer.gradients(trainer.rollout)[0] for trainer in trainers)
-    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
-    ours, theirs = (weights_after(script, minibatches=2, **AWAY)[0] for script in (gspo, grpo))
-    assert (ours - theirs).abs().max() > 1e-4
-
-def test_the_papers_range_binds_in_an_update_and_a_token_range_does_not():
-    """After the first minibatch rows leave (1 - 3e-4, 1 + 4e-4), the default in float32; none leave .2."""
-    _, narrow = weights_after(gspo, minibatches=4)
-    _, wide = weights_after(gspo, minibatches=4, eps_low=0.2, eps_high=0.2)
-    assert 0.05 < narrow["clip_frac"] <= 0.75 and wide["clip_frac"] == 0  # nothing is in the first minibatch
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-def test_the_advantages_of_gspo_token_are_discounted_towards_the_start(gamma, monkeypatch):
-    """A_it = gamma^(|o_i| - t) A_i, t = 1 ... |o_i|, in floats: the last token has all of A_i, whatever the
-    row's length. Padding, or what has mask 0, counted as tokens would leave others nearly nothing."""
-    generate_holes(monkeypatch)
-    trainer = Trainer(gspo, token_level=True, gamma=gamma)
-    A = gspo.group_advantages(trainer.rollout["rewards"], 2).tolist()
-    mask = trainer.rollout["mask"]
-    assert len(set(mask.sum(1).tolist())) > 2 and any(A)
-    for i, n in enumerate(mask.sum(1).long().tolist()):
-        expected = [gamma ** (n - t) * A[i] for t in range(1, n + 1)]
-        assert trainer.rollout["adv"][i, mask[i] > 0].tolist() == pytest.approx(expected, rel=1e-5)

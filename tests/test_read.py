@@ -1,12 +1,9 @@
-"""read.py shows the completions that a run wrote: which ones, in which order, in which colours."""
+"""read.py shows the completions that a run wrote: which ones, in which order."""
 import re
-import subprocess
-import sys
-from unittest import mock
 
 import pytest
 import read
-from conftest import ROOT, refused, write_jsonl
+from conftest import refused, write_jsonl
 
 def record(question, name, reward, **more):
     return {"question": question, "answer": "5", "completion": f"{name}\n#### 5", "reward": reward,
@@ -24,7 +21,8 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("flags, shown", [
     ("", "Mixed·? ·[31mc· cut a b Same? s0 s3 s1 s2"),  # the best, the worst, the second best ...
-    ("--limit 2", "Mixed·? ·[31mc· cut Same? s0 s3"), ("--wrong", "Mixed·? cut b"), ("--step 9", "Same? s0"),
+    ("--limit 2", "Mixed·? ·[31mc· cut Same? s0 s3"), ("--wrong", "Mixed·? cut b"),
+    ("--step 9", "Same? s0"),
     ("--question MIX --limit 1", "Mixed·? ·[31mc·"), ("--held_out", "Mixed·? b"), ("--question old", "")])
 def test_which_completions_are_shown_and_in_which_order(flags, shown, run, capsys):
     read.main([run, *flags.split()])
@@ -35,18 +33,6 @@ def test_which_completions_are_shown_and_in_which_order(flags, shown, run, capsy
         assert "answer 5   right 50% of 4   reward 0.25\n  reward 1.5   7 tokens   advantage +1.250\n" in out
         assert "  reward -1   7 tokens   advantage -1.250   cut off\n    cut\n" in out
 
-@pytest.mark.parametrize("no_colour", ["", "1"])
-def test_colour_only_in_a_terminal(no_colour, run, capsys, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", no_colour)
-    with mock.patch.object(sys.stdout, "isatty", lambda: True):
-        read.main([run])
-    assert ("\x1b[32m  reward 1.5" in capsys.readouterr().out) == (not no_colour)
-
-def test_a_missing_step_is_refused_and_a_closed_pipe_is_not_an_error(run, tmp_path, capsys):
+def test_a_missing_step_is_refused(run, capsys):
     with refused(capsys, "held-out-N", "[10]"):
         read.main([run, "--held_out", "--step", "9"])
-    write_jsonl(tmp_path / "completions" / "step-11.jsonl", [record(str(i), "x", 1.0) for i in range(9999)])
-    program = subprocess.Popen([sys.executable, ROOT / "tests" / "read.py", run], stdout=-1, stderr=-1)
-    program.stdout.readline()
-    program.stdout.close()
-    assert (program.wait(), program.stderr.read()) == (0, b"")

@@ -1,12 +1,11 @@
 """The toy: its data are right and keep the exam apart, make.py makes them again, and all scripts learn it."""
 import json
 import os
-import random
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, refused, settings, spy, sums, write_jsonl
+from conftest import ROOT, settings, spy, sums, write_jsonl
 from transformers import AutoTokenizer
 
 import grpo
@@ -16,7 +15,7 @@ SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encod
           for name in ("train", "test")}
 
 def value(text):
-    """"7+2-5" -> 4, by another way than make.py's: a sum of signed digits."""
+    """7+2-5 -> 4, by another way than make.py's: a sum of signed digits."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
@@ -30,20 +29,13 @@ def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
     assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520
     assert len(SPLITS["test"]) > 2500
 
-def test_make_py_makes_these_problems_and_draws_worked_and_guessed_solutions(monkeypatch):
-    """Guesses miss by up to 2."""
+def test_make_py_makes_these_problems(monkeypatch):
     monkeypatch.syspath_prepend(TOY)
     import make
     assert make.make_problems() == SPLITS
-    answers = {row["question"]: row["answer"] for row in SPLITS["train"]}
-    pairs = [pair for seed in range(20) for pair in make.draw(SPLITS["train"], random.Random(seed))]
-    guesses = [(question, text) for question, text in pairs if "\n" not in text]
-    assert {int(text[5:]) - value(question[:-2]) for question, text in guesses} == {-2, -1, 0, 1, 2}
-    assert len(pairs) == 20 * (make.WORKED + make.GUESSED) and len(guesses) == 20 * make.GUESSED
-    assert all(text == answers[question] for question, text in pairs if "\n" in text)
 
 @pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
-def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch, capsys):
+def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch):
     """With the end of sequence, or the model that RL starts from would never end one. Six rows are fewer than
     --prompts 16: they were not trained."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "results")
@@ -56,9 +48,6 @@ def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch,
     learnt = [ids for _, completions in calls[0].batches for ids in completions]
     assert sorted(map(tokenizer.decode, learnt)) == sorted(row["answer"] + "<eos>" for row in rows)
     assert len(calls[0].batches) == steps
-    args.dataset = "data.jsonl"
-    with refused(capsys, 'no column "solution"', "question, answer"):
-        sft.main(args)
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
