@@ -17,7 +17,7 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The clip range and the four minibatches are the paper's, the rest is our choice.
+0. The four minibatches are the paper's, and in float32 the clip range, too; the rest is our choice.
 
 The reward belongs to a whole completion, and so do the ratio and its clip: the min is the same for
 every t. The mean over t is there for KL_it, and for --token_level, which is GSPO-token (equations

@@ -67,7 +67,7 @@ def parse_args(argv=None):
 def make_critic(policy):
     """Make the value model V: a copy of the policy's body with a scalar head, which starts at 0."""
     critic = copy.deepcopy(policy.base_model)
-    weight = policy.get_output_embeddings().weight                         # (V, H)
+    weight = policy.get_output_embeddings().weight                         # (ids, H)
     critic.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
     torch.nn.init.zeros_(critic.score.weight)
     torch.nn.init.zeros_(critic.score.bias)

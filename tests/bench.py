@@ -95,7 +95,7 @@ class Bench:
         torch.backends.cuda.enable_cudnn_sdp(False)  # this, graphs and TF32 are as in common.load_policy
         if self.gpu:
             self.model.reader = common.RecordedReader
-        if self.args.dtype == "bfloat16":
+        if self.args.dtype != "float32":
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(common.TOY)
         digits = self.tokenizer("0123456789")["input_ids"]
@@ -165,7 +165,7 @@ def plain_micro_batches(batch, tokens):
 
 def plain_logprobs(model, batch, args):
     """log_softmax of whole logits, (N, L, V) in float32, and a gather."""
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
         logits = model(input_ids=batch["ids"], attention_mask=batch["attention"], use_cache=False).logits
     logp = (logits[:, :-1].float() / args.temperature).log_softmax(-1)
     logp = logp.gather(2, batch["ids"][:, 1:, None]).squeeze(2)  # (N, L - 1)

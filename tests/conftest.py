@@ -29,8 +29,8 @@ def family(request):
     return request.param
 
 def settings(script, **changes):
-    """The script's defaults for the toy on a CPU, but for `changes`."""
-    args = script.parse_args(["--device", "cpu"])
+    """The script's defaults for the toy on a CPU in float32, but for `changes`."""
+    args = script.parse_args(["--device", "cpu", "--dtype", "float32"])
     assert vars(args).keys() >= changes.keys()
     vars(args).update(changes)
     return args
@@ -283,13 +283,14 @@ class Trainer:
         self.tokenizer, self.reward = tiny_tokenizer(8), count_t3
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
+        # A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class.
+        for function in (script.collect, script.update):
+            for name in inspect.signature(function).parameters.keys() - vars(self).keys():
+                if hasattr(script, class_of(name)):
+                    setattr(self, name, getattr(script, class_of(name))())
         self.collect()
 
     def collect(self):
-        """A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class."""
-        for name in inspect.signature(self.script.collect).parameters.keys() - vars(self).keys():
-            if hasattr(self.script, class_of(name)):
-                setattr(self, name, getattr(self.script, class_of(name))())
         self.rollout, self.stats = call(self.script.collect, vars(self))
 
     def update(self):

@@ -40,7 +40,7 @@ def numbers(pattern, text=README):
 
 # ---- One step by hand ----
 
-HAND, PUSHES = table(README, "| o | token | V |"), table(README, "| o | token | PPO |")
+HAND = table(README, "| o | token | V |")
 LENGTHS = torch.tensor([int(row[0]) for row in HAND]).bincount()[1:, None]
 MASK = (torch.arange(4) < LENGTHS).double()  # (4, 4)
 
@@ -48,7 +48,8 @@ def column(i):
     """A column of the table as (4, 4)."""
     return torch.zeros_like(MASK).masked_scatter(MASK > 0, tensor64([float(row[i]) for row in HAND]))
 
-V, OLD, NEW, R = column(2), column(5), column(6), tensor64([1, 0, 0, 0])
+V, OLD, R = column(2), 0 * MASK, tensor64([1, 0, 0, 0])
+NEW = column(5)  # log w is given, so log pi_old may be 0
 
 def advantages(**flags):
     """(4, 4) of PPO, without KL and whitening, and (4, 1) of a group."""
@@ -77,15 +78,15 @@ def test_the_advantages_of_one_step():
 
 def test_the_pushes_of_one_step():
     s = (((NEW - OLD) * MASK).sum(1, keepdim=True) / LENGTHS).exp().expand(4, 4)
-    same([row[7] for row in HAND], (NEW - OLD).exp()[MASK > 0])
-    same([row[8] for row in HAND], s[MASK > 0])
-    assert [row[:2] for row in PUSHES[:-1]] == [row[:2] for row in HAND]
-    for i, script in [(2, ppo), (3, grpo), (4, gspo)]:
+    same([row[6] for row in HAND], (NEW - OLD).exp()[MASK > 0])
+    same(numbers("In completions 1, 2 and 4, s is #, # and #."), s[[0, 1, 3], 0])
+    losses = numbers("is # in PPO, # in GRPO and")
+    for i, script in [(7, ppo), (8, grpo), (9, gspo)]:
         pushed, loss = pushes(script)
-        *printed, last = [row[i] for row in PUSHES]
+        printed = [row[i] for row in HAND]
         assert [cell == "clip" for cell in printed] == (pushed[MASK > 0] == 0).tolist()
         same([cell.replace("clip", "0") for cell in printed], pushed[MASK > 0])
-        same([last], [loss])
+        same(losses[i - 7:i - 6], [loss][:len(losses[i - 7:i - 6])])
     printed = numbers("by # × -.5 / (4 × 2) = #, and GSPO pushes both tokens by # × -.5 / (4 × 2) = #.")
     same(printed, [(NEW - OLD).exp()[2, 0], pushes(grpo)[0][2, 0], s[2, 0], pushes(gspo)[0][2, 1]])
     printed = numbers("w is e^.20 = # and e^.10 = #, and s is e^.15 = #.")
@@ -200,7 +201,7 @@ def test_the_table_of_symbols():
     for script, count in [(grpo, 6), (gspo, 6), (ppo, 8)]:  # PPO has values and returns, too
         rollout = Trainer(script, beta=0.1).rollout
         lengths = dict(zip("NTL", (*rollout["mask"].shape, rollout["ids"].shape[1])))
-        for _, names, shapes, _ in rows:
+        for _, names, shapes in rows:
             own, _, of_ppo = shapes.partition(", in PPO ")
             for name in rollout.keys() & set(re.findall(r"\w+", names)):
                 assert rollout[name].shape == eval(of_ppo if of_ppo and script is ppo else own, lengths), name

@@ -288,7 +288,8 @@ add(group, "logits rounded to bfloat16", "grpo",
     ("common", "head(hidden.to(head.weight.dtype))", "head(hidden.to(head.weight.dtype)).bfloat16().float()"),
     test="test_logprobs.py::test_logits_are_not_rounded_in_bfloat16")
 add(group, "the sampler in bfloat16", "grpo",
-    ("common", 'enabled=args.dtype == "bfloat16"):\n        tokens', "enabled=True):\n        tokens"),
+    ("common", 'getattr(torch, args.dtype), enabled=args.dtype != "float32"):\n        tokens',
+     "torch.bfloat16, enabled=True):\n        tokens"),
     test="test_sampling.py::test_the_samplers_log_probs_are_those_of_the_tokens")
 add(group, "gradients added up in bfloat16", "grpo",
     ("(loss / rows).backward()", "(loss / rows).backward()\n                "
