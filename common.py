@@ -202,7 +202,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         "sampled_logp": logp[:, :max(lengths)] * mask,
         "row": torch.arange(len(ids), device=model.device),
         "finished": finished,
-        "has_gradient": torch.ones(len(ids), dtype=torch.bool, device=model.device),
+        "has_gradient": torch.ones_like(finished),
         "texts": tokenizer.batch_decode(texts)}
 
 def stop_ids(model, tokenizer):
@@ -229,7 +229,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
     hidden = reader.read(ids, attention, positions)  # (P, H)
     rows = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,)
-    reader.select(rows)  # from P rows to N
+    reader.cache.reorder_cache(rows)  # from P rows to N
     hidden, attention, position = hidden[rows], attention[rows], attention.sum(1)[rows]
     active = torch.arange(len(rows), device=device)  # (n,) the rows that are not dropped
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) True before the stop token
@@ -248,7 +248,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
                 break
-            reader.select(left)
+            reader.cache.reorder_cache(left)
             active, running, token = active[left], running[left], token[left]
             attention, position = attention[left], position[left]
     return tokens, sampled_logp
@@ -263,10 +263,6 @@ class Reader:
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
             cache=self.cache, use_cache=True).last_hidden_state[:, -1]
-
-    def select(self, rows):
-        """Make each row i a copy of row rows[i], which repeats or drops rows."""
-        self.cache.reorder_cache(rows)
 
 class GrowingCache(transformers.DynamicCache):
     """A cache that grows with each token. It holds keys in the dtype of the values: under autocast
@@ -478,7 +474,7 @@ def prepare(rows, tokenizer, args, use):
     for row in progress(rows, "reading problems"):
         chat, answer = row[args.question_column], text_of(row.get(args.answer_column))
         if not isinstance(chat, list):
-            chat = [{"role": "user", "content": chat}]
+            chat = [{"role": "user", "content": text_of(chat)}]
         question = text_of(chat[-1]["content"])
         if chat[-1]["role"] != "user":
             sys.exit(f"--dataset {args.dataset}: this chat may end with the answer: {chat}")
@@ -588,8 +584,8 @@ NUMBER = r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)"  # 1 3/8, 3/8, 0.5, .5, 5
 def extract_answer(text):
     r"""Find the marked answer in a completion; None if there is no mark, or it is not closed, empty
     or too long. We look inside the last <answer>...</answer>, or in the whole text if there is no
-    <answer>. There we take what is in the last \boxed{...} or what follows the last #### on its
-    line, whichever is later; inside an <answer> without either we take all of it."""
+    <answer>. There we take what is in the last \boxed{...} or the line that follows the last ####,
+    whichever is later; inside an <answer> without either we take all of it."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -715,7 +711,7 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out. What is nobody's bug ends in a line, not in a traceback: a model, data
-    or a file that is not there, a --out that is, a full disk, too little memory, Ctrl-C."""
+    or a file that is not there, a --out that is, too little memory, Ctrl-C."""
     # Lines are out at once, and a character that cannot be written is a question mark.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.path.exists(args.out) and not args.resume:
@@ -813,30 +809,27 @@ class FixedCache(transformers.StaticCache):
 class RecordedReader(Reader):
     """A Reader that replays a graph. A replay finds its inputs in the tensors of the recording."""
     def __init__(self, model, columns):
-        self.model, self.columns, self.graph = model, columns, None
+        self.model, self.columns, self.rows = model, columns, 0
         self.cache = FixedCache(config=model.config, max_cache_len=columns)
 
     def read(self, ids, attention, positions):
         """Read prompts as Reader does, and single tokens by the graph."""
-        if ids.shape[1] > 1:
+        if ids.shape == attention.shape:  # the prompts
             return super().read(ids, attention, positions)
         inputs = ids, pad(attention, (0, self.columns - attention.shape[1])), positions
-        if self.graph:
+        if len(ids) == self.rows:
             for recorded, new in zip(self.inputs, inputs):
                 recorded.copy_(new)
             self.graph.replay()  # writes self.hidden
             return self.hidden
-        self.inputs, self.graph = [new.clone() for new in inputs], torch.cuda.CUDAGraph()
+        # Where rows were dropped, the cache has new tensors, for which the old graph is useless.
+        self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
+        self.inputs = [new.clone() for new in inputs]
         # This call is not recorded: a library may allocate memory when it is called first.
         hidden = super().read(*self.inputs)
         with torch.cuda.graph(self.graph):  # inside, kernels are recorded and not run
             self.hidden = super().read(*self.inputs)
         return hidden
-
-    def select(self, rows):
-        """Make each row i a copy of row rows[i]: new tensors, for which the graph is useless."""
-        super().select(rows)
-        self.graph = None
 
 def use_graphs(model, tokenizer, args):
     """Let `sample` use graphs, unless they do not work with this model."""
