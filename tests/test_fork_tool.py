@@ -80,7 +80,7 @@ def test_rows_with_the_tool_and_rows_without_stand_in_one_batch(load, monkeypatc
     """Who wrote which token, where completions end, and the log-probs of the model's tokens: those of the
     trainer, and those of a row alone with the tool's tokens in its text."""
     script = load("grpo")
-    dropped = spy(monkeypatch, script.common.Reader, "select")
+    dropped = spy(monkeypatch, script.common.GrowingCache, "reorder_cache")
     trainer = trainer_of(script, beta=0.04)
     rollout = trainer.rollout
     own, both = masks_of(rollout, 24)
