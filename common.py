@@ -33,6 +33,7 @@ import re
 import shutil
 import sys
 import time
+import traceback
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -104,8 +105,8 @@ def minibatches(rollout, count, group_size):
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted; a longer row
-    is one by itself. Rows without a gradient are left out, the others sorted by length, so that
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that
+    is longer has one alone. Rows without a gradient are left out, the others sorted by length, so that
     there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
@@ -139,8 +140,8 @@ def micro_batched(function, model, rollout, args):
 def padded(rows, device, side="right"):
     """Lay out lists of ids as a tensor, (rows, longest). Returns it and a mask of what is real."""
     rows = [torch.tensor(row, device=device) for row in rows]
-    return [pad_sequence(parts, batch_first=True, padding_side=side)
-            for parts in (rows, [torch.ones_like(row) for row in rows])]
+    real = [torch.ones_like(row) for row in rows]
+    return [pad_sequence(x, batch_first=True, padding_side=side) for x in (rows, real)]
 
 def progress(items, doing):
     """Iterate over `items`. In a terminal, what takes over 2 seconds gets a progress bar."""
@@ -151,11 +152,10 @@ class Optimizer(torch.optim.AdamW):
     """AdamW with warm-up and norm clipping. The weights are float32, because bfloat16 keeps 8 bits:
     a weight of .02 that moves by --lr 1e-6 would be rounded to where it was."""
     def __init__(self, model, lr, args, eps=1e-8):
-        super().__init__(
-            model.parameters(), eps=eps, weight_decay=0.0, fused=True,
-            betas=(0.9, 0.95))  # .999, PyTorch's default, would average over 1000 steps
+        # PyTorch's default for the second beta, .999, would average over 1000 steps.
+        super().__init__(model.parameters(), lr, (0.9, 0.95), eps, weight_decay=0.0, fused=True)
         self.full_lr, self.args = lr, args
-        self.param_groups[0]["steps"] = 0  # here, because state_dict saves what is in a group
+        self.param_groups[0]["steps"] = 0  # state_dict saves what is in a group
 
     def clip_and_step(self, prefix=""):
         """Clip the gradient, take one step and clear the gradient. There is no step if the gradient
@@ -266,7 +266,7 @@ class Reader:
 
 class GrowingCache(transformers.DynamicCache):
     """A cache that grows with each token. It holds keys in the dtype of the values: under autocast
-    a rotated key is float32 and a value bfloat16, and DynamicCache would hold both in float32."""
+    a rotated key is float32 and a value bfloat16, so the keys would take twice the memory."""
     def update(self, keys, values, *args, **kwargs):
         """Add new keys and values; transformers' attention layers call this."""
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
@@ -282,7 +282,7 @@ def draw(logits, temperature):
         # searchsorted needs sums that never fall. On a GPU, float32 sums may fall, by rounding.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         # The last sum may not be exactly 1, so we take the first id whose sum reaches u times the
-        # last one. As u > 0, it is never an id with pi = 0.
+        # last one. As u > 0, this never takes an id with pi = 0.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1)
     return token, logp.gather(1, token[:, None]).squeeze(1)
@@ -293,8 +293,7 @@ def means(logged):
     Each entry of `logged` is a dict. A value is a pair (sum, count), of which the mean over all
     entries is taken; a name that ends in _max has a number, of which the maximum is taken."""
     result = {}
-    names = dict.fromkeys(name for stats in logged for name in stats)  # in the order they came
-    for name in names:
+    for name in dict.fromkeys(name for stats in logged for name in stats):  # each name once
         values = [stats[name] for stats in logged if name in stats]
         if name.endswith("_max"):
             result[name] = float(max(values))
@@ -443,7 +442,7 @@ def load_problems(args, tokenizer):
         shares = [random.Random(str(row[args.question_column])).random() for row in train]
         held_out = [row for row, share in zip(train, shares) if share < 0.2]
         train = [row for row, share in zip(train, shares) if share >= 0.2]
-    # They are drawn in the same way with every --seed; twice as many, as some may be left out.
+    # The same ones with every --seed. Twice as many, because prepare may leave some out.
     held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
     train = prepare(train, tokenizer, args, "training")
     return train, prepare(held_out, tokenizer, args, "held-out")[:args.eval_problems]
@@ -500,11 +499,11 @@ def prompt_of(chat, tokenizer):
     return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end each text
 
 def text_of(value):
-    """Return a question or an answer as a text, "" if there is none."""
+    """Return a question or an answer as a text, "" if there is none; a float as a fraction."""
     if isinstance(value, (list, dict)):  # as a gold answer, no completion would match it
         sys.exit(f"--question_column, --answer_column: {value} is neither a text nor a number")
     if isinstance(value, float) and math.isfinite(value):
-        value = Fraction(f"{value:.15g}")  # not 1e+16, nor 0.30000000000000004
+        value = Fraction(f"{value:.15g}")  # no completion writes 1e+16 or 0.30000000000000004
     return "" if value is None or value != value else str(value)  # nan: an empty cell of a table
 
 def batch_of(problems, step, args):
@@ -526,25 +525,22 @@ def answer_reward(problems, completions):
 
 def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The function gets the problem and the
-    text of each row and, for a third parameter without a default, the rollout. A problem's G texts
+    text of each row and, if it has a parameter named rollout, the rollout. A problem's G texts
     are rows one after another. It must return a finite number for each row."""
     texts = rollout["texts"]
     problems = [p for p in problems for _ in range(len(texts) // len(problems))]
-    asked = inspect.signature(reward).parameters.values()
-    with_rollout = sum(parameter.default is parameter.empty for parameter in asked) > 2
-    paid = list(reward(problems, texts, rollout) if with_rollout else reward(problems, texts))
-    for i, number in enumerate(paid):
+    more = {"rollout": rollout} if "rollout" in inspect.signature(reward).parameters else {}
+    paid = list(reward(problems, texts, **more))
+    for i, (problem, text, number) in enumerate(zip(problems, texts, paid, strict=True)):
         if number is None or not math.isfinite(number):
             sys.exit(f"the reward function returned {number} for row {i}, the question "
-                     f"{problems[i]['question']!r} and the completion {texts[i]!r}")
-    if len(paid) != len(texts):
-        sys.exit(f"the reward function returned {len(paid)} numbers for {len(texts)} completions")
+                     f"{problem['question']!r} and the completion {text!r}")
     return torch.tensor([float(number) for number in paid], device=rollout["ids"].device)
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text: numbers as exact fractions, the
-# items of a list and the terms of a sum sorted, units dropped. So 10 is paid where the gold answer
-# is 10 %, and 10 % is not where it is 0.1. An answer with a bracket, a bar or a relation (a tuple,
+# items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10 is
+# right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a relation (a tuple,
 # a matrix, an inequality) is respelled, but not sorted, and its numbers stay: (0.5, 1) is not
 # (1/2, 1). The same holds for a minus after ^ or /, which does not begin a term. There is no
 # algebra: 2+3 is not 5.
@@ -584,8 +580,8 @@ NUMBER = r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)"  # 1 3/8, 3/8, 0.5, .5, 5
 def extract_answer(text):
     r"""Find the marked answer in a completion; None if there is no mark, or it is not closed, empty
     or too long. We look inside the last <answer>...</answer>, or in the whole text if there is no
-    <answer>. There we take what is in the last \boxed{...} or the line that follows the last ####,
-    whichever is later; inside an <answer> without either we take all of it."""
+    <answer>. There we take what is in the last \boxed{...} or the first line of text after the last
+    ####, whichever is later; inside an <answer> without either we take all of it."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -723,8 +719,10 @@ def launch(main, args):
         temporary.rename(Path(args.out, "args.json"))  # a kill leaves no half of it
         print(*(f"{name}={value}" for name, value in vars(args).items()))
         main(args)
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    except OSError as error:  # may come from your own reward function, so we say where
+        ours = [frame for frame in traceback.extract_tb(error.__traceback__)
+                if os.path.dirname(frame.filename) == os.path.dirname(__file__)]
+        sys.exit(f"error in {ours[-1].filename}, line {ours[-1].lineno}: {error}")
     except torch.OutOfMemoryError:
         sys.exit("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
     except KeyboardInterrupt:
@@ -734,7 +732,7 @@ def save_checkpoint(args, step, tokenizer, policy, parts):
     """Save step-N in --out. `parts`, {name: part}, is all else that changes: optimisers and other
     models. There are no random states to save: each is a function of --seed and the step. We write
     beside and then rename, so that a kill at any instant leaves a good checkpoint. Every model
-    stays, because one learns later which was the best; the larger optimizer.pt is the newest's."""
+    stays, because one learns later which was the best; optimizer.pt stays in the newest only."""
     temporary, final = Path(args.out, "temporary"), Path(args.out, f"step-{step}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     policy.save_pretrained(temporary)
@@ -747,7 +745,8 @@ def save_checkpoint(args, step, tokenizer, policy, parts):
         old.unlink()
 
 def load_checkpoint(args, policy, parts):
-    """Go back to the newest checkpoint in --out and return its step; 0 if there is none."""
+    """Go back to the newest checkpoint in --out and return its step. If there is none, empty
+    metrics.jsonl and return 0."""
     saved = Path(args.out).glob("step-*/optimizer.pt")
     start = max((int(path.parent.name.removeprefix("step-")) for path in saved), default=0)
     if start == 0:
@@ -769,7 +768,7 @@ SHOWN = "reward completion_length entropy kl clip_frac explained_variance second
 
 def log(args, step, stats, problems=None, rollout=None):
     """Write the statistics of a step to metrics.jsonl and its completions to completions/. Print
-    what is in SHOWN, and of an evaluated step the evaluation and its first completion."""
+    what is in SHOWN. After an evaluation, print its results and the step's first completion."""
     if args.device == "cuda":
         stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # so far
     with Path(args.out, "metrics.jsonl").open("a") as file:

@@ -218,8 +218,13 @@ def test_a_reward_with_three_parameters_gets_the_rollout_in_training_and_evaluat
 @pytest.mark.parametrize("given, words", [
     ([0.5, float("nan"), 1, 1], ["nan for row 1", "'1+1?'", "'b'"]),
     ([1, 1, 1, 1e999], ["inf for row 3", "'2+2?'", "'d'"]),
-    ([0, 0, None, 0], ["None for row 2", "'2+2?'", "'c'"]), ([1.0], ["1 numbers for 4 completions"])])
+    ([0, 0, None, 0], ["None for row 2", "'2+2?'", "'c'"])])
 def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
     problems = [{"question": "1+1?"}, {"question": "2+2?"}]
     with refused(capsys, "the reward function returned", *words):
         common.rewards_of(lambda problems, completions: given, problems, rollout(*"abcd"))
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_reward_function_that_returns_too_few_or_too_many_numbers_is_an_error(count):
+    with pytest.raises(ValueError, match="zip"):
+        common.rewards_of(lambda problems, completions: [1.0] * count, [{"question": "?"}], rollout(*"abcd"))

@@ -1,4 +1,4 @@
-"""The fork opd: its advantage teaches the policy the teacher's distribution, by exact means over a vocabulary."""
+"""The fork opd: its advantage teaches the policy the teacher's distribution. Means are exact."""
 import importlib.util
 import shutil
 import subprocess
@@ -35,10 +35,10 @@ def test_the_mean_gradient_is_minus_that_of_the_kl_to_the_teacher(opd):
     assert kl.abs().max() > 0.1
 
 def test_the_advantage_is_the_teachers_log_prob_minus_the_policys(opd):
-    """At the run's temperature, whatever the reward pays; nothing is left out, as no A is 0 for a whole row."""
+    """At the run's temperature, whatever the reward pays. Nothing is left out: no A is 0 for a whole row."""
     policy, teacher = tiny_model(vocab_size=8), tiny_model(vocab_size=8, seed=1)
     args = settings(opd, prompts=2, minibatches=1, max_new_tokens=6, temperature=0.6)
-    problems = [{"prompt": [3, 4], "question": "0", "answer": "5"}, {"prompt": [5], "question": "1", "answer": "5"}]
+    problems = [{"prompt": ids, "question": "?", "answer": "5"} for ids in ([3, 4], [5])]
     rollout, _ = opd.collect(policy, teacher, tiny_tokenizer(8), problems, lambda p, t: [1.0] * len(t), args)
     for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
         ids = rollout["ids"][i, :rollout["attention"][i].sum()]

@@ -60,7 +60,8 @@ def advantages(**flags):
 def pushes(script, **flags):
     """The gradient of J by log pi, and the loss, of the four completions."""
     x, (critic, group) = NEW.clone().requires_grad_(), advantages()
-    rows = {"logp": x, "old_logp": OLD, "ref_logp": None, "mask": MASK, "adv": critic if script is ppo else group}
+    adv = critic if script is ppo else group
+    rows = {"logp": x, "old_logp": OLD, "ref_logp": None, "mask": MASK, "adv": adv}
     loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0, **flags)})
     return -torch.autograd.grad(loss / 4, x)[0], loss.detach() / 4
 
@@ -222,7 +223,8 @@ def test_the_ranges_of_the_logged_numbers():
             found = sorted(logged[script, name.split("`")[1]])
             first, last = found[:5], found[-5:]
             if re.match(r"[.\d]+ to [.\d]+(,|$)", cell):
-                same(cell.split(",")[0].split(" to "), [sum(x for _, x in part) / 5 for part in (first, last)])
+                means = [sum(x for _, x in part) / 5 for part in (first, last)]
+                same(cell.split(",")[0].split(" to "), means)
             elif cell.startswith("below "):
                 assert max(x for _, x in found) < float(cell.removeprefix("below "))
             elif cell.startswith("none"):
