@@ -166,6 +166,14 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
         assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
         assert own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
+def test_a_question_may_be_a_number_and_one_that_is_missing_is_left_out():
+    """Also where the chat template adds up texts by +, as Qwen2.5's does."""
+    tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
+    rows = [{"question": question, "answer": "1"} for question in (12, None)]
+    args = grpo.parse_args(["--system_prompt", ""])
+    problem, = common.prepare(rows, tokenizer, args, "training")
+    assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
+
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
     """After its end-of-sequence token a base model has nothing to say."""
     plain, ending = char_tokenizer(), char_tokenizer()

@@ -214,6 +214,18 @@ def test_replayed_graphs_write_what_single_calls_do(family, config, dtype, monke
         gap = (rollout["sampled_logp"] - own).abs().sum() / rollout["mask"].sum()
         assert gap < {"float32": 1e-5, "bfloat16": 5e-3}[dtype]
 
+@pytest.mark.parametrize("S, group_size", [(1, 1), (1, 2), (3, 1)])
+def test_short_prompts_are_read_and_not_recorded(S, group_size, monkeypatch):
+    """A prompt of one token looks like a token, and as many rows as prompts like a group that stayed whole."""
+    model, rollouts, graphs = tiny_model(seed=3), [], []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Graph()) or graphs[-1])
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    for model.reader in (common.Reader, common.RecordedReader):
+        torch.manual_seed(5)
+        rollouts.append(generate(model, [list(range(3, 3 + S))] * 4, group_size, 6, 0.8))
+        assert bool(graphs) == (model.reader is common.RecordedReader)
+    assert torch.equal(rollouts[0]["ids"], rollouts[1]["ids"])
+
 def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(monkeypatch, capsys):
     """One line says why. Too little memory is another matter, and sliding windows are never recorded."""
     def check(model, tokenizer, args):
