@@ -13,8 +13,8 @@ A rollout is a dict with one row per completion:
     ids            (N, L)  prompt, then completion, padded on the right
     attention      (N, L)  1 on prompt and completion, 0 on padding
     prompt_length  (N,)    token t of a completion is in column prompt_length + t of ids
-    mask           (N, T)  float32; 1 on the tokens of the completion, its stop token included. A
-                           fork may set some of them to 0: they are read, but not trained
+    mask           (N, T)  float32; 1 on the tokens of the completion, its stop token included. Who
+                           changes a script may set some to 0: these are read, but not trained
     sampled_logp   (N, T)  log pi of each token, as the sampler computed it
     row            (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished       (N,)    True where a stop token ended the completion
@@ -105,30 +105,28 @@ def minibatches(rollout, count, group_size):
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that
-    is longer has one alone. Rows without a gradient are left out, the others sorted by length, so that
-    there is little padding. Each micro-batch is trimmed to its longest row and completion."""
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that is
+    longer has one alone. Rows without a gradient are left out. The others are sorted by length, so
+    that there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
-    lengths, T, parts, begin = lengths.tolist(), batch["mask"].shape[1], [], 0
-    while begin < len(lengths):
-        # Row `begin` is the longest of its micro-batch, so it says how many rows there is room for.
-        parts.append(order[begin:begin + max(1, tokens // lengths[begin])])
-        begin += len(parts[-1])
+    lengths, parts = lengths.tolist(), []
+    while lengths:
+        # The first row is the longest of its micro-batch, so it says how many there is room for.
+        count = max(1, tokens // lengths[0])
+        parts.append(order[:count])
+        lengths, order = lengths[count:], order[count:]
     for rows in progress(parts, "micro-batches"):
         part = {name: value[rows] for name, value in batch.items()}
-        row_length = part["attention"].sum(1)  # (n,)
-        l, t = int(row_length.max()), int((row_length - part["prompt_length"]).max())
-        for name, value in part.items():
-            if name in ("ids", "attention"):
-                part[name] = value[:, :l]
-            elif value.shape[1:] == (T,):  # a fork's columns may be of another kind
-                part[name] = value[:, :t]
-        yield part
+        length = part["attention"].sum(1)  # (n,)
+        l, t = int(length.max()), int((length - part["prompt_length"]).max())
+        width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}  # {L: l, T: t}
+        yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
+               for name, value in part.items()}
 
 def micro_batched(function, model, rollout, args):
     """Compute `function`, such as token_logprobs, of a whole rollout: (N, T). Rows without a
-    gradient are not computed, and are NaN. The micro-batches are those of update: in others, a
+    gradient are not computed, and are NaN. The micro-batches are those of update: in other ones a
     bfloat16 log-prob would be rounded differently, and the first ratio would not be 1."""
     result = torch.zeros_like(rollout["mask"])
     result[~rollout["has_gradient"]] = math.nan
@@ -186,7 +184,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
         tokens, logp = sample(model, prompts, group_size, temperature, stop, args.max_new_tokens)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
-    mask = is_stop.cumsum(1) - is_stop.long() == 0  # up to the first stop token, and on it
+    mask = is_stop.cumsum(1) - is_stop.long() == 0  # no stop token before this one
     lengths, finished = mask.sum(1).tolist(), is_stop.any(1)
     completions = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
@@ -207,7 +205,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
 
 def stop_ids(model, tokenizer):
     """Return the ids that end a completion: the end-of-sequence tokens of model and tokenizer, and
-    the token with which the chat template ends a turn (in Qwen2.5's base models it is another)."""
+    the token with which the chat template ends a turn (Qwen2.5's base models name another)."""
     eos = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if tokenizer.chat_template:
@@ -238,6 +236,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
     for t in progress(range(T), "sampling"):
         if t > 0:
             attention = pad(attention, (0, 1), value=1)
+            # `token` was drawn in the step before.
             hidden = reader.read(token[:, None], attention, position[:, None])  # (n, H)
             position = position + 1
         token, logp = draw(head_logits(model, hidden), temperature)  # (n,) both
@@ -309,7 +308,7 @@ def rollout_stats(rollout, group_size):
     GSPO's s is made (sampling_sequence_difference), should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
-    counts = (mask > 0) & computed[:, None]  # (N, T)
+    compared = (mask > 0) & computed[:, None]  # (N, T)
     difference = (rollout["old_logp"] - rollout["sampled_logp"]) * mask  # (N, T)
     mean_difference = difference.sum(1) / mask.sum(1).clamp(min=1)  # (N,)
     stats = {
@@ -317,13 +316,13 @@ def rollout_stats(rollout, group_size):
         "completion_length": mask.sum(1).mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
         "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),  # estimated by samples
-        "sampling_logp_difference": difference[counts].square().mean().sqrt(),
+        "sampling_logp_difference": difference[compared].square().mean().sqrt(),
         "sampling_sequence_difference": mean_difference[computed].square().mean().sqrt()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is
         log_x = (rollout["ref_logp"] - rollout["old_logp"]) * mask  # (N, T)
-        stats["kl"] = (log_x.exp() - log_x - 1).nansum() / counts.sum()
+        stats["kl"] = (log_x.exp() - log_x - 1).nansum() / compared.sum()
     return {name: value.item() for name, value in stats.items() if not value.isnan()}
 
 # ---- Evaluation ----
@@ -408,7 +407,7 @@ def check_model(model, tokenizer, args):
     forward pass: head_logits may not scale or cap the logits as the model does, training may be
     random, a cache may not fit. In float32, only rounding may differ. One random prompt is as long
     as a run allows; the sampler has to pad the other."""
-    T = 4  # with CUDA graphs: a prompt, the token that is recorded, and two replays
+    T = 4  # a CUDA graph is recorded with the second token, and replayed for the other two
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     args = argparse.Namespace(**vars(args) | dict(dtype="float32", max_new_tokens=T, temperature=1))
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
@@ -487,7 +486,7 @@ def prepare(rows, tokenizer, args, use):
     print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
           "a question or a readable answer, or longer than --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also if there is no problem at all
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also if there is none: 0 >= 0
         sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
     return problems
 
@@ -539,11 +538,11 @@ def rewards_of(reward, problems, rollout):
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text: numbers as exact fractions, the
-# items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10 is
-# right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a relation (a tuple,
-# a matrix, an inequality) is respelled, but not sorted, and its numbers stay: (0.5, 1) is not
-# (1/2, 1). The same holds for a minus after ^ or /, which does not begin a term. There is no
-# algebra: 2+3 is not 5.
+# items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10
+# is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a
+# relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its numbers stay:
+# (0.5, 1) is not (1/2, 1). The same holds for a minus after ^ or /, which does not begin a term.
+# There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
@@ -673,8 +672,7 @@ def add_args(parser):
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
         help="compute activations again: a third more work, far less memory")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="cuda: a GPU")
-    add("--dtype", choices=["float32", "bfloat16"],
-        help="of matrix products; if not given bfloat16 on a GPU that has it, else float32")
+    add("--dtype", choices=["float32", "bfloat16"], help="if not given bfloat16 where a GPU has it")
     add("--steps", type=int, default=200, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of samples and problem order")
     add("--out", help="output directory",
@@ -696,7 +694,7 @@ def parse(parser, argv, **toy_settings):
     if args.script != parser.prog:
         parser.error(f"--resume: the run in --out is one of {args.script}")
     if not (args.temperature > 0 and args.max_grad_norm > 0):  # so written, nan fails too
-        parser.error("--temperature and --max_grad_norm must be above 0, or nothing is learned")
+        parser.error("--temperature and --max_grad_norm must be above 0")
     if args.model == TOY:
         torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
     # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.

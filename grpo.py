@@ -11,14 +11,14 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
-samples of pi is KL(pi || pi_ref), but the mean of its gradient is that of KL(pi_ref || pi), as
-backward takes the samples as fixed. With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
+samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, and the mean of its
+gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
 times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The paper has a reward model, and takes one optimiser step for 16 groups of 64 completions: there
-w is 1, and nothing is clipped. --beta, --lr and 1024 tokens are its own, the rest is our choice.
+0. Shao et al. have a reward model, and take one optimiser step for 16 groups of 64 completions, so
+w is 1, and nothing is clipped. --beta, --lr and 1024 tokens are theirs, the rest is our choice.
 
     python grpo.py                                                             on a laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB

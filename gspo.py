@@ -11,8 +11,8 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
-samples of pi is KL(pi || pi_ref), but the mean of its gradient is that of KL(pi_ref || pi), as
-backward takes the samples as fixed. With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
+samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, and the mean of its
+gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
 times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
 both.
 
