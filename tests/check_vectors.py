@@ -94,8 +94,8 @@ def share(case, i, b):
     """What a token of completion i weighs in J. In (3) it is 1/N 1/|o_i|."""
     lengths, r, N, G = b["lengths"], b["rewards"], len(b["lengths"]), b["group_size"]
     if case["mean"] == "group":  # the mean over the tokens of a question, and then over mixed questions
-        mixed = sum(max(r[j:j + G]) > min(r[j:j + G]) for j in range(0, N, G))
-        return 1 / mixed / sum(lengths[i - i % G:i - i % G + G])
+        mixed = [max(r[j - j % G:][:G]) > min(r[j - j % G:][:G]) for j in range(N)]  # of each completion
+        return mixed[i] / (sum(mixed) / G) / sum(lengths[i - i % G:][:G])
     by = {"row": N * lengths[i], "token": sum(lengths), "constant": N * case.get("T_max", 1)}
     return 1 / by[case["mean"]]
 

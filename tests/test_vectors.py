@@ -18,8 +18,8 @@ BATCH, PPO = VECTORS["batch"], VECTORS["ppo"]
 CASES = {case["name"]: case for case in VECTORS["policy_losses"]}
 LENGTHS, N, G = BATCH["lengths"], len(BATCH["lengths"]), BATCH["group_size"]
 TOKEN_MEAN = "GRPO, a mean over all tokens"  # the default of some engines, but of no script here
-FORKS = {"DAPO": "dapo", "Dr. GRPO": "dr_grpo", "RLOO": "rloo", "CISPO": "cispo", "SAPO": "sapo",
-         "GMPO": "gmpo", "TIS": "tis", "TIS, k3": "tis", "IcePop": "tis"}
+FORKS = {"DAPO": "dapo", "Dr. GRPO": "dr_grpo", "Dr. GRPO, k3": "dr_grpo", "RLOO": "rloo", "CISPO": "cispo",
+         "SAPO": "sapo", "GMPO": "gmpo", "TIS": "tis", "TIS, k3": "tis", "IcePop": "tis", "IcePop, k3": "tis"}
 
 @pytest.fixture(params=["no holes", "holes"])
 def table(request):
@@ -100,6 +100,13 @@ def test_good_and_bad_tokens_lie_below_and_above_the_clip_range(case):
             assert min(abs(w - low), abs(w - high)) > 0.004
             seen |= {(A > 0, w < low, w > high)} if A else set()
     assert len(seen - {(True, False, False), (False, False, False)}) == 4
+
+def test_the_other_bounds_are_met_too():
+    high, seen = 1 + CASES["CISPO"]["eps_high"], set()
+    for row, A in zip(VECTORS["ratios"]["token"], VECTORS["advantages"]["grpo"]):
+        assert all(abs(w - high) > 0.004 for w in row)
+        seen |= {(A > 0, w > high) for w in row if A}
+    assert len(seen) == 4 and CASES["Dr. GRPO"]["T_max"] > 9  # more than the longest row and the table
 
 def test_a_mean_over_all_tokens_weighs_the_rows_by_their_lengths():
     for row, other, n in zip(CASES["GRPO, no KL"]["gradient"], CASES[TOKEN_MEAN]["gradient"], LENGTHS):
