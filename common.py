@@ -13,8 +13,8 @@ A rollout is a dict with one row per completion:
     ids            (N, L)  prompt, then completion, padded on the right
     attention      (N, L)  1 on prompt and completion, 0 on padding
     prompt_length  (N,)    token t of a completion is in column prompt_length + t of ids
-    mask           (N, T)  float32; 1 on the tokens of the completion, its stop token included. Who
-                           changes a script may set some to 0: these are read, but not trained
+    mask           (N, T)  float32; 1 on the tokens of the completion, its stop token included. You
+                           may set some to 0: the model reads these, but is not trained on them
     sampled_logp   (N, T)  log pi of each token, as the sampler computed it
     row            (N,)    0 ... N-1, so that micro_batched can put results back in place
     finished       (N,)    True where a stop token ended the completion
@@ -81,8 +81,8 @@ def chunked_logprobs(model, hidden, target, temperature):
                       for h, y in chunks])
 
 def head_logits(model, hidden):
-    """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (or in
-    TF32, see load_policy), because bfloat16 rounds a logit of 20 by up to .06."""
+    """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (TF32
+    if --dtype is bfloat16), because bfloat16 rounds a logit of 20 by up to .06."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -120,7 +120,8 @@ def micro_batches(batch, tokens):
         part = {name: value[rows] for name, value in batch.items()}
         length = part["attention"].sum(1)  # (n,)
         l, t = int(length.max()), int((length - part["prompt_length"]).max())
-        width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}  # {L: l, T: t}
+        # From (n, L) to (n, l), from (n, T) to (n, t); all else stays.
+        width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
                for name, value in part.items()}
 
@@ -158,7 +159,7 @@ class Optimizer(torch.optim.AdamW):
     def clip_and_step(self, prefix=""):
         """Clip the gradient, take one step and clear the gradient. There is no step if the gradient
         is not finite, or if it is 0, because then Adam's momentum alone would move the weights.
-        Returns statistics, whose names begin with `prefix`."""
+        Returns statistics for `means`, whose names begin with `prefix`."""
         group = self.param_groups[0]
         norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -216,7 +217,7 @@ def stop_ids(model, tokenizer):
     return sorted(stops)
 
 def sample(model, prompts, group_size, temperature, stop, T):
-    """Write up to T tokens per row, one at a time. Returns the tokens and their log pi, (N, T).
+    """Write up to T = max_new_tokens tokens per row. Returns the tokens and their log pi, (N, T).
     Prompts are padded on the left, so that the next token of every row goes into the same column.
     A prompt is read once, and its cache is copied for its group. Dropping rows copies the cache,
     so a row with its stop token goes on until more than half of the rows have theirs."""
@@ -253,7 +254,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
     return tokens, sampled_logp
 
 class Reader:
-    """A model and its key-value cache, which has room for `columns` tokens."""
+    """A model and its key-value cache. `columns`, its final length, is for RecordedReader."""
     def __init__(self, model, columns):
         self.model, self.cache = model, GrowingCache(config=model.config)
 
@@ -268,6 +269,7 @@ class GrowingCache(transformers.DynamicCache):
     a rotated key is float32 and a value bfloat16, so the keys would take twice the memory."""
     def update(self, keys, values, *args, **kwargs):
         """Add new keys and values; transformers' attention layers call this."""
+        # Not super(), because FixedCache has this method, too.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
@@ -304,8 +306,8 @@ def means(logged):
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
     Sampler and training pass compute the same log pi in different ways. The root mean square of the
-    difference, over tokens (sampling_logp_difference) and over the means of completions, of which
-    GSPO's s is made (sampling_sequence_difference), should be no more than rounding."""
+    difference over tokens is sampling_logp_difference; over the means of completions, of which
+    GSPO's s is made, sampling_sequence_difference. Both should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -362,7 +364,8 @@ def records_of(problems, rollout):
         "question": [p["question"] for p in problems],
         "answer": [extract_answer(p["answer"]) or p["answer"] for p in problems],
         "completion": texts,
-        "right": [math_reward(text, p["answer"]) == 1 for text, p in zip(texts, problems)],
+        "right": [math_reward(text, p["answer"]) == 1 if p["answer"] else None
+                  for text, p in zip(texts, problems)],
         "reward": rollout["rewards"].tolist(),
         "tokens": mask.sum(1).int().tolist(),
         "cut_off": (~rollout["finished"]).tolist()}
@@ -373,7 +376,7 @@ def records_of(problems, rollout):
 # ---- Models ----
 def load_policy(args, adapt=lambda policy, args: None):
     """Load --model and its tokenizer. Refuse a model that would be trained wrongly.
-    A fork may give `adapt`, which changes the model before it takes memory on the GPU."""
+    A script may give `adapt`, which changes the model before it takes memory on the GPU."""
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(args.model)
     text = config.get_text_config()  # of the text part, if the model also reads images
@@ -414,12 +417,12 @@ def check_model(model, tokenizer, args):
     prompts = [rng.choices(vocabulary, k=length) for length in (longest, 3)]
     rollout = generate(model, tokenizer, prompts, 1, 1.0, args)
     found = {"sampler": rollout["sampled_logp"],
-             "training pass": token_logprobs(model, rollout, args)}  # (2, T) both
+             "training pass": token_logprobs(model, rollout, args)}  # (2, t) both, t <= T
     model.eval()
     for i, prompt in enumerate(prompts):
         ids = rollout["ids"][i, :rollout["attention"][i].sum()]  # (L,)
-        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1:-1]  # (T, V)
-        own = -cross_entropy(logits.float(), ids[len(prompt):], reduction="none")  # (T,)
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1:-1]  # (t, V)
+        own = -cross_entropy(logits.float(), ids[len(prompt):], reduction="none")  # (t,)
         for name, logp in found.items():
             error = (logp[i, :len(own)] - own).abs().max()
             if not error < 1e-3:  # so written, nan fails too
@@ -441,10 +444,10 @@ def load_problems(args, tokenizer):
         shares = [random.Random(str(row[args.question_column])).random() for row in train]
         held_out = [row for row, share in zip(train, shares) if share < 0.2]
         train = [row for row, share in zip(train, shares) if share >= 0.2]
-    # The same ones with every --seed. Twice as many, because prepare may leave some out.
-    held_out = random.Random(0).sample(held_out, len(held_out))[:2 * args.eval_problems]
+    # The same ones with every --seed.
+    held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     train = prepare(train, tokenizer, args, "training")
-    return train, prepare(held_out, tokenizer, args, "held-out")[:args.eval_problems]
+    return train, prepare(held_out, tokenizer, args, "held-out")
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: rows}."""
@@ -486,7 +489,7 @@ def prepare(rows, tokenizer, args, use):
     print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
           "a question or a readable answer, or longer than --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also if there is none: 0 >= 0
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
         sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
     return problems
 
@@ -705,7 +708,7 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out. What is nobody's bug ends in a line, not in a traceback: a model, data
-    or a file that is not there, a --out that is, too little memory, Ctrl-C."""
+    or a file that is not there, a --out that is, too little GPU memory, Ctrl-C."""
     # Lines are out at once, and a character that cannot be written is a question mark.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.path.exists(args.out) and not args.resume:

@@ -43,7 +43,7 @@ def parse_args(argv=None):
     add("--beta", type=float, default=0.04,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
+    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi, if beta > 0")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
@@ -68,7 +68,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)

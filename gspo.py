@@ -21,8 +21,8 @@ There is no value model: the mean of the group is the baseline. A right answer p
 
 The reward belongs to a whole completion, and so do the ratio and its clip: the min is the same for
 every t. The mean over t is there for KL_it, and for --token_level, which is GSPO-token (equations
-13, 14 of the paper). s_i does not correct for pi_old, as the product of the w_it would: it says how
-far a token has moved on average. The paper prints J without a KL, "for brevity": --beta is 0 here.
+13, 14 there). The product of the w_it would correct for pi_old; s_i does not: it says how far
+a token has moved on average. The paper prints J without a KL, "for brevity": --beta is 0 here.
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -47,9 +47,9 @@ def parse_args(argv=None):
     add("--beta", type=float, default=0.0,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
+    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi, if beta > 0")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
-    add("--gamma", type=float, default=1.0, help="our A_it: gamma^(|o_i| - t) A_i")
+    add("--gamma", type=float, default=1.0, help="with --token_level: A_it = gamma^(|o_i| - t) A_i")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
@@ -58,7 +58,7 @@ def parse_args(argv=None):
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     if args.group_size < 2:
         parser.error("--group_size: a completion without a group has nothing to be compared with")
-    # In bfloat16 rounding moves s beyond the paper's range, once logp and old_logp round apart.
+    # In bfloat16, once a step has moved pi, rounding alone moves s beyond the paper's range.
     eps_low, eps_high = (3e-4, 4e-4) if args.dtype == "float32" else (1e-2, 1e-2)
     args.eps_low = eps_low if args.eps_low is None else args.eps_low
     args.eps_high = eps_high if args.eps_high is None else args.eps_high
@@ -78,7 +78,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     # The mean of the log w_it, because their sum grows with the length: one range fits all.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)

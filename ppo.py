@@ -125,7 +125,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
@@ -142,7 +142,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
 
 def value_loss(values, old_values, returns, mask, eps_value):
     """Compute equation (5) without the 1/N: (N, T) each -> the loss and statistics, as above."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if a fork masks a whole row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     clipped = old_values + (values - old_values).clamp(-eps_value, eps_value)
     # Like the min of (3), the max never stops a V that has moved away from its return.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)

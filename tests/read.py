@@ -2,9 +2,8 @@
 
     python tests/read.py runs/grpo-1125-093000-4711 --step 20 --limit 2
 
-Questions whose completions were paid differently come before the others, because they are what a step learns
-from. Of a question you see the best paid completion first, then the worst, then the second best, and so on.
-Everything is read from the files in RUN/completions. In a pipe, or with NO_COLOR set, there is no colour.
+Questions whose completions were paid differently come first: a step learns from them. Of each you see the
+best completion, then the worst, the second best, and so on. In a pipe or with NO_COLOR there is no colour.
 """
 import argparse
 import json
@@ -43,11 +42,12 @@ def lines_of(text, indent=""):
 def listed(group, args, colours):
     """The lines of a question and of those of its completions that are to be shown."""
     shown = [record for record in best_and_worst(group) if not (args.wrong and record["right"])]
-    right, mean = (sum(record[name] for record in group) / len(group) for name in ("right", "reward"))
+    right, mean = (sum(record[name] or 0 for record in group) / len(group) for name in ("right", "reward"))
     lines = [colours["bold"] + line + colours["off"] for line in lines_of(group[0]["question"])]
-    lines += lines_of(f"answer {group[0]['answer']}   right {right:.0%} of {len(group)}   reward {mean:.3g}")
+    share = f"answer {group[0]['answer']}   right {right:.0%} of {len(group)}   "
+    lines += lines_of(share * (group[0]["answer"] != "") + f"reward {mean:.3g}")
     for record in shown[:args.limit]:
-        colour = colours["green" if record["right"] else "red"]
+        colour = colours["red" if record["right"] is False else "green"]
         label = f"  reward {record['reward']:.3g}   {record['tokens']} tokens"
         label += f"   advantage {record['advantage']:+.3f}" if "advantage" in record else ""  # not held out
         label += "   cut off" if record["cut_off"] else ""

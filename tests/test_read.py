@@ -33,6 +33,13 @@ def test_which_completions_are_shown_and_in_which_order(flags, shown, run, capsy
         assert "answer 5   right 50% of 4   reward 0.25\n  reward 1.5   7 tokens   advantage +1.250\n" in out
         assert "  reward -1   7 tokens   advantage -1.250   cut off\n    cut\n" in out
 
+def test_without_gold_answers_nothing_is_called_wrong(tmp_path, capsys):
+    (tmp_path / "completions").mkdir()
+    shown = record("Q", "a", 1.0) | {"answer": "", "right": None}
+    write_jsonl(tmp_path / "completions" / "step-1.jsonl", [shown])
+    read.main([str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[2:5] == ["Q", "reward 1", "  reward 1   7 tokens"]
+
 def test_a_missing_step_is_refused(run, capsys):
     with refused(capsys, "held-out-N", "[10]"):
         read.main([run, "--held_out", "--step", "9"])
