@@ -120,7 +120,7 @@ def micro_batches(batch, tokens):
         part = {name: value[rows] for name, value in batch.items()}
         length = part["attention"].sum(1)  # (n,)
         l, t = int(length.max()), int((length - part["prompt_length"]).max())
-        # From (n, L) to (n, l), from (n, T) to (n, t); all else stays.
+        # (n, L) to (n, l), (n, T) to (n, t); all else stays. L > T, as no prompt is empty.
         width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
                for name, value in part.items()}
@@ -206,7 +206,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
 
 def stop_ids(model, tokenizer):
     """Return the ids that end a completion: the end-of-sequence tokens of model and tokenizer, and
-    the token with which the chat template ends a turn (Qwen2.5's base models name another)."""
+    the token with which the chat template ends a turn (Qwen2.5's base models have another eos)."""
     eos = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if tokenizer.chat_template:
@@ -269,7 +269,7 @@ class GrowingCache(transformers.DynamicCache):
     a rotated key is float32 and a value bfloat16, so the keys would take twice the memory."""
     def update(self, keys, values, *args, **kwargs):
         """Add new keys and values; transformers' attention layers call this."""
-        # Not super(), because FixedCache has this method, too.
+        # Not super(): FixedCache borrows this method, and is no GrowingCache.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
@@ -305,9 +305,9 @@ def means(logged):
 
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
-    Sampler and training pass compute the same log pi in different ways. The root mean square of the
-    difference over tokens is sampling_logp_difference; over the means of completions, of which
-    GSPO's s is made, sampling_sequence_difference. Both should be no more than rounding."""
+    Sampler and training pass compute the same log pi in different ways. sampling_logp_difference is
+    the root mean square of the difference over tokens. sampling_sequence_difference is that of its
+    mean in each completion, of which GSPO's s is made. Both should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -489,7 +489,7 @@ def prepare(rows, tokenizer, args, use):
     print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
           "a question or a readable answer, or longer than --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also true if there are none: 0 >= 0
         sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
     return problems
 
@@ -502,7 +502,7 @@ def prompt_of(chat, tokenizer):
 
 def text_of(value):
     """Return a question or an answer as a text, "" if there is none; a float as a fraction."""
-    if isinstance(value, (list, dict)):  # as a gold answer, no completion would match it
+    if not isinstance(value, (str, int, float, type(None))):  # no completion would match it
         sys.exit(f"--question_column, --answer_column: {value} is neither a text nor a number")
     if isinstance(value, float) and math.isfinite(value):
         value = Fraction(f"{value:.15g}")  # no completion writes 1e+16 or 0.30000000000000004
@@ -544,8 +544,8 @@ def rewards_of(reward, problems, rollout):
 # items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10
 # is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a
 # relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its numbers stay:
-# (0.5, 1) is not (1/2, 1). The same holds for a minus after ^ or /, which does not begin a term.
-# There is no algebra: 2+3 is not 5.
+# (0.5, 1) is not (1/2, 1). So is a date, 2020-01-02, and an answer with a minus after ^ or /, which
+# begins no term. There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
@@ -565,8 +565,8 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    # A function of a fraction is not the fraction of a function: sqrtfrac34 -> sqrt of frac34.
-    (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),
+    # sqrt(3/4) is not sqrt(3)/4, which the next lines would make of it.
+    (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
     (r"frac ?{(-?[^-+{}]*)} ?{(\d+)}", r" \1/\2 "),  # 1frac{3}{8} -> 1 3/8
@@ -616,7 +616,7 @@ def canonical(text):
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text):  # 1,234.50
         text = text.replace(",", "")
     text = re.sub(r" *([^\d ]) *", r"\1", text)  # spaces stay between digits: 4 2 is not 42
-    if re.search(r"[\[\](){}<>=|]|[\^/]-", text):
+    if re.search(r"[\[\](){}<>=|]|[\^/]-|\d{4}-\d\d-\d\d", text):
         return text
     sums = [item.replace("-", "+-").split("+") for item in text.split(",")]
     items = ["+".join(sorted(exact(term) for term in terms if term)) for terms in sums]
@@ -665,7 +665,7 @@ def add_args(parser):
     add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
-    add("--system_prompt", default=INSTRUCTION, help="said before each question")
+    add("--system_prompt", default=INSTRUCTION, help="said before a question without one")
     add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
     add("--max_new_tokens", type=int, default=1024, help="longest completion")
     add("--temperature", type=float, default=1.0, help="in samples and log-probs alike")
@@ -708,7 +708,7 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out. What is nobody's bug ends in a line, not in a traceback: a model, data
-    or a file that is not there, a --out that is, too little GPU memory, Ctrl-C."""
+    or a file that is not there, a --out that exists, too little GPU memory, Ctrl-C."""
     # Lines are out at once, and a character that cannot be written is a question mark.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.path.exists(args.out) and not args.resume:

@@ -21,7 +21,7 @@ There is no value model: the mean of the group is the baseline. A right answer p
 
 The reward belongs to a whole completion, and so do the ratio and its clip: the min is the same for
 every t. The mean over t is there for KL_it, and for --token_level, which is GSPO-token (equations
-13, 14 there). The product of the w_it would correct for pi_old; s_i does not: it says how far
+13 and 14). The product of the w_it is the importance weight of o_i; s_i is not: it says how far
 a token has moved on average. The paper prints J without a KL, "for brevity": --beta is 0 here.
 
     python gspo.py                                                             on a laptop

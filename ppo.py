@@ -144,7 +144,7 @@ def value_loss(values, old_values, returns, mask, eps_value):
     """Compute equation (5) without the 1/N: (N, T) each -> the loss and statistics, as above."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     clipped = old_values + (values - old_values).clamp(-eps_value, eps_value)
-    # Like the min of (3), the max never stops a V that has moved away from its return.
+    # As with the min of (3), a V that moved away from its return can be taken back.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
     loss = (error * mask / lengths).sum()
     return loss, {"value_loss": (loss.detach(), len(mask))}

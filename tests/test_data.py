@@ -1,4 +1,5 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
+import datetime
 import shlex
 import shutil
 from pathlib import Path
@@ -185,9 +186,10 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
 
 @pytest.mark.parametrize("column, value, words", [
     ("question", {"text": "1 + 1?"}, "neither a text"), ("answer", [2], "neither a text"),
+    ("answer", datetime.date(2020, 1, 2), "neither a text"), ("answer", b"2", "neither a text"),
     ("question", [turn("user", [{"type": "text", "text": "1 + 1?"}])], "neither a text"),
     ("question", [turn("user", "1 + 1?"), turn("assistant", "2")], "may end with the answer")])
-def test_another_list_or_dict_and_a_chat_that_holds_the_answer_are_refused(column, value, words, capsys):
+def test_what_is_no_text_or_number_and_a_chat_that_holds_the_answer_are_refused(column, value, words, capsys):
     with refused(capsys, words):
         common.prepare([sums(1)[0] | {column: value}], char_tokenizer(), grpo.parse_args([]), "training")
 
