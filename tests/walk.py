@@ -56,7 +56,7 @@ def call(function, given):
     return function(*(given[name] for name in inspect.signature(function).parameters))
 
 def pushes_of(seen, logp):
-    """The push of each token, dJ/dlog pi, (n, T), where the policy has these log-probs: by policy_loss."""
+    """The push of each token, N dJ/dlog pi, (n, T), where the policy has these log-probs: by policy_loss."""
     logp = logp.clone().requires_grad_()
     given = {"ref_logp": None, "args": seen["args"]} | seen["rows"] | {"logp": logp}
     given["beta"] = 0  # the KL would push clipped tokens, too
@@ -122,9 +122,9 @@ def screens(seen, colour):
         ("the completions", f"These are {len(seen['chosen'])} of {len(rollout['ids'])} completions that the "
          "policy sampled. The advantage says how much better than expected a completion is (for PPO, the "
          "mean over its tokens). ↵ is a line break, ∎ the end.", sampled(seen)),
-        ("the pushes", "The push of a token is dJ/dlog pi, without the KL: how much J gains as its log-prob "
-         f"rises. {legend}: the token is clipped, or its advantage is 0. Of {len(seen['logps']) - 1} "
-         "optimiser steps you see the first and the last.", pushed(seen, colour)),
+        ("the pushes", "The push of a token is N dJ/dlog pi, without the KL: how much J gains as its "
+         f"log-prob rises. {legend}: the token is clipped, or its advantage is 0. Of "
+         f"{len(seen['logps']) - 1} optimiser steps you see the first and the last.", pushed(seen, colour)),
         ("the log-probs", "The optimiser steps move the policy away from the one that sampled. Of two "
          "completions you see the five tokens that moved furthest: the log-prob before the update, then the "
          "log-prob and the ratio after a step. The ratio of the mean is the s of GSPO.", moved(seen)),
