@@ -81,8 +81,8 @@ def chunked_logprobs(model, hidden, target, temperature):
                       for h, y in chunks])
 
 def head_logits(model, hidden):
-    """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (TF32
-    if --dtype is bfloat16), because bfloat16 rounds a logit of 20 by up to .06."""
+    """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (on a
+    GPU in TF32, but with --dtype float32), because bfloat16 rounds a logit of 20 by up to .06."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -120,7 +120,7 @@ def micro_batches(batch, tokens):
         part = {name: value[rows] for name, value in batch.items()}
         length = part["attention"].sum(1)  # (n,)
         l, t = int(length.max()), int((length - part["prompt_length"]).max())
-        # (n, L) to (n, l), (n, T) to (n, t); all else stays. L > T, as no prompt is empty.
+        # By its width, a column is cut from L to l, from T to t, or not. L > T: a prompt has ids.
         width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
                for name, value in part.items()}
@@ -180,7 +180,7 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     rows to the end."""
     model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
-    # One context for all tokens, because the bfloat16 copies of the weights live until it ends.
+    # One context for all tokens: autocast then makes its bfloat16 copy of each weight once.
     with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
         tokens, logp = sample(model, prompts, group_size, temperature, stop, args.max_new_tokens)
     model.train()
@@ -269,7 +269,7 @@ class GrowingCache(transformers.DynamicCache):
     a rotated key is float32 and a value bfloat16, so the keys would take twice the memory."""
     def update(self, keys, values, *args, **kwargs):
         """Add new keys and values; transformers' attention layers call this."""
-        # Not super(): FixedCache borrows this method, and is no GrowingCache.
+        # Not super(): FixedCache, a StaticCache, uses this method, too.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
@@ -306,8 +306,8 @@ def means(logged):
 def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
     Sampler and training pass compute the same log pi in different ways. sampling_logp_difference is
-    the root mean square of the difference over tokens. sampling_sequence_difference is that of its
-    mean in each completion, of which GSPO's s is made. Both should be no more than rounding."""
+    the root mean square of the difference over tokens. sampling_sequence_difference is the same for
+    the means over completions, as GSPO's log s is one. Both should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -410,7 +410,7 @@ def check_model(model, tokenizer, args):
     forward pass: head_logits may not scale or cap the logits as the model does, training may be
     random, a cache may not fit. In float32, only rounding may differ. One random prompt is as long
     as a run allows; the sampler has to pad the other."""
-    T = 4  # a CUDA graph is recorded with the second token, and replayed for the other two
+    T = 4  # the prompt gives token 1; a CUDA graph is recorded for 2, and replayed for 3 and 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     args = argparse.Namespace(**vars(args) | dict(dtype="float32", max_new_tokens=T, temperature=1))
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
@@ -489,7 +489,7 @@ def prepare(rows, tokenizer, args, use):
     print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
           "a question or a readable answer, or longer than --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
-    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also true if there are none: 0 >= 0
+    if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
         sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
     return problems
 
@@ -527,8 +527,8 @@ def answer_reward(problems, completions):
 
 def rewards_of(reward, problems, rollout):
     """Call the reward function on a rollout: (N,) float32. The function gets the problem and the
-    text of each row and, if it has a parameter named rollout, the rollout. A problem's G texts
-    are rows one after another. It must return a finite number for each row."""
+    text of each row and, if it has a parameter named rollout, the rollout. A problem's G texts (in
+    an evaluation one) are rows one after another. It must return a finite number for each row."""
     texts = rollout["texts"]
     problems = [p for p in problems for _ in range(len(texts) // len(problems))]
     more = {"rollout": rollout} if "rollout" in inspect.signature(reward).parameters else {}
@@ -544,7 +544,7 @@ def rewards_of(reward, problems, rollout):
 # items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10
 # is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a
 # relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its numbers stay:
-# (0.5, 1) is not (1/2, 1). So is a date, 2020-01-02, and an answer with a minus after ^ or /, which
+# (0.5, 1) is not (1/2, 1). So are a date, 2020-01-02, and an answer with ^- or /-, where the minus
 # begins no term. There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
@@ -565,7 +565,7 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    # sqrt(3/4) is not sqrt(3)/4, which the next lines would make of it.
+    # A frac after sqrt, log_2 or ^ is kept apart: sqrt(3/4) is not sqrt(3)/4.
     (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}
@@ -698,6 +698,8 @@ def parse(parser, argv, **toy_settings):
         parser.error(f"--resume: the run in --out is one of {args.script}")
     if not (args.temperature > 0 and args.max_grad_norm > 0):  # so written, nan fails too
         parser.error("--temperature and --max_grad_norm must be above 0")
+    if args.minibatches > args.prompts:
+        parser.error("--minibatches: at most --prompts, as a question's completions stay together")
     if args.model == TOY:
         torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
     # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
@@ -827,7 +829,7 @@ class RecordedReader(Reader):
         self.inputs = [new.clone() for new in inputs]
         # This call is not recorded: a library may allocate memory when it is called first.
         hidden = super().read(*self.inputs)
-        with torch.cuda.graph(self.graph):  # inside, kernels are recorded and not run
+        with torch.cuda.graph(self.graph):  # records kernels and runs none; the column is a tensor
             self.hidden = super().read(*self.inputs)
         return hidden
 

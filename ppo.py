@@ -75,7 +75,7 @@ def make_critic(policy):
 
 def token_values(critic, batch, args):
     """Compute V before each completion token, (N, T) float32; as common.token_logprobs does."""
-    index, hidden, _ = common.completion_states(critic, batch, args)
+    index, hidden, _ = common.completion_states(critic, batch, args)  # a body is its base_model
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
@@ -87,10 +87,8 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
-    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)     # (T,)
-    last = (mask * positions).argmax(1)                                    # (N,)
-    rewards[torch.arange(len(mask), device=mask.device), last] += reward
-    return rewards
+    last = mask.cumsum(1).argmax(1, keepdim=True)                          # (N, 1)
+    return rewards.scatter_add(1, last, reward[:, None])
 
 def gae(rewards, values, mask, gamma, lam):
     """Compute equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T)."""

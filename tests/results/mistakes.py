@@ -66,7 +66,7 @@ LOGP = "logp = (logits / (temperature or 1)).log_softmax(-1)"
 MIN = "torch.min(ratio * adv, clipped * adv)"
 LOSS = "-(objective * mask / lengths).sum()"
 OLD = 'rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)'
-LAST = "last = (mask * positions).argmax(1)"
+LAST = "last = mask.cumsum(1).argmax(1, keepdim=True)"
 SMALL = "--micro_batch_tokens 512"
 
 group = "Sampling"
@@ -145,10 +145,10 @@ add(group, "lambda left out", "ppo",
     ("gamma * lam * running", "gamma * running"),
     test="test_equations.py::test_1_ppo_gae")
 add(group, "the reward one place after the end", "ppo",
-    (LAST, "last = ((mask * positions).argmax(1) + 1).clamp(max=mask.shape[1] - 1)"),
+    (LAST, "last = (mask.cumsum(1).argmax(1, keepdim=True) + 1).clamp(max=mask.shape[1] - 1)"),
     test="test_equations.py::test_4_ppo_puts_the_penalty_into_the_reward")
 add(group, "the reward at the first token", "ppo",
-    (LAST, "last = (mask * positions).argmax(1) * 0"),
+    (LAST, "last = mask.cumsum(1).argmax(1, keepdim=True) * 0"),
     test="test_equations.py::test_4_ppo_puts_the_penalty_into_the_reward")
 add(group, "whitened with the padding", "ppo",
     ("mean = (x * mask).sum() / mask.sum()", "mean = x.mean()"),
