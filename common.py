@@ -82,7 +82,7 @@ def chunked_logprobs(model, hidden, target, temperature):
 
 def head_logits(model, hidden):
     """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (on a
-    GPU in TF32, but with --dtype float32), because bfloat16 rounds a logit of 20 by up to .06."""
+    GPU in TF32, unless --dtype is float32): bfloat16 rounds a logit of 20 by up to .06."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -105,9 +105,9 @@ def minibatches(rollout, count, group_size):
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A row that is
-    longer has one alone. Rows without a gradient are left out. The others are sorted by length, so
-    that there is little padding. Each micro-batch is trimmed to its longest row and completion."""
+    """Cut a batch into micro-batches of at most `tokens` positions, padding counted. A longer row
+    gets its own. Rows without a gradient are left out. The others are sorted by length, so that
+    there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths, order = batch["attention"].sum(1).sort(descending=True)
     lengths, parts = lengths.tolist(), []
@@ -120,7 +120,7 @@ def micro_batches(batch, tokens):
         part = {name: value[rows] for name, value in batch.items()}
         length = part["attention"].sum(1)  # (n,)
         l, t = int(length.max()), int((length - part["prompt_length"]).max())
-        # By its width, a column is cut from L to l, from T to t, or not. L > T: a prompt has ids.
+        # A tensor of width L is cut to l, one of width T < L to t; others, as (n, 1), stay.
         width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
                for name, value in part.items()}
@@ -307,7 +307,7 @@ def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
     Sampler and training pass compute the same log pi in different ways. sampling_logp_difference is
     the root mean square of the difference over tokens. sampling_sequence_difference is the same for
-    the means over completions, as GSPO's log s is one. Both should be no more than rounding."""
+    each completion's mean, which GSPO's log s is. Both should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -544,8 +544,8 @@ def rewards_of(reward, problems, rollout):
 # items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10
 # is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a
 # relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its numbers stay:
-# (0.5, 1) is not (1/2, 1). So are a date, 2020-01-02, and an answer with ^- or /-, where the minus
-# begins no term. There is no algebra: 2+3 is not 5.
+# (0.5, 1) is not (1/2, 1). A date, 2020-01-02, and an answer with ^- or /- are not sorted, either.
+# There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
@@ -829,7 +829,7 @@ class RecordedReader(Reader):
         self.inputs = [new.clone() for new in inputs]
         # This call is not recorded: a library may allocate memory when it is called first.
         hidden = super().read(*self.inputs)
-        with torch.cuda.graph(self.graph):  # records kernels and runs none; the column is a tensor
+        with torch.cuda.graph(self.graph):  # records kernels, runs none
             self.hidden = super().read(*self.inputs)
         return hidden
 

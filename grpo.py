@@ -42,7 +42,7 @@ def parse_args(argv=None):
     add("--eps_high", type=float, default=0.2, help="clip range above 1 (3); usually .1 to .3")
     add("--beta", type=float, default=0.04,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
+    add("--kl", choices=["k3", "wk3"], default="k3", help="the KL (4), if beta > 0: k3 or w k3")
     add("--ref_every", type=int, help="every so many steps pi_ref becomes pi, if beta > 0")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")

@@ -46,7 +46,7 @@ def parse_args(argv=None):
     add("--eps_high", type=float, help="clip range above 1 (3); if not given 4e-4, .01 in bfloat16")
     add("--beta", type=float, default=0.0,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
+    add("--kl", choices=["k3", "wk3"], default="k3", help="the KL (4), if beta > 0: k3 or w k3")
     add("--ref_every", type=int, help="every so many steps pi_ref becomes pi, if beta > 0")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
     add("--gamma", type=float, default=1.0, help="with --token_level: A_it = gamma^(|o_i| - t) A_i")
