@@ -565,7 +565,7 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{(\w)}", r"\1"),  # sqrt{3} -> sqrt3
-    # A frac after sqrt, log_2 or ^ is kept apart: sqrt(3/4) is not sqrt(3)/4.
+    # "of" keeps a frac after sqrt, log_2 or ^ apart: sqrt(3/4) is not sqrt(3)/4.
     (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34
     (r"frac ?(\w)", r"frac{\1}"),  # frac38 -> frac{3}8
     (r"(frac ?{[^{}]*}) ?(\d)", r"\1{\2}"),  # frac{3}8 -> frac{3}{8}

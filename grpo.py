@@ -11,8 +11,8 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
-samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, and the mean of its
-gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
+samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, so the mean gradient of
+k3 is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
 times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
 both.
 
@@ -42,8 +42,8 @@ def parse_args(argv=None):
     add("--eps_high", type=float, default=0.2, help="clip range above 1 (3); usually .1 to .3")
     add("--beta", type=float, default=0.04,
         help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--kl", choices=["k3", "wk3"], default="k3", help="the KL (4), if beta > 0: k3 or w k3")
-    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi, if beta > 0")
+    add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
+    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
@@ -52,6 +52,8 @@ def parse_args(argv=None):
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     if args.group_size < 2:
         parser.error("--group_size: a completion without a group has nothing to be compared with")
+    if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
+        parser.error("--kl wk3 and --ref_every: there is no KL, give a --beta above 0")
     return args
 
 def group_advantages(rewards, group_size):

@@ -75,7 +75,7 @@ def make_critic(policy):
 
 def token_values(critic, batch, args):
     """Compute V before each completion token, (N, T) float32; as common.token_logprobs does."""
-    index, hidden, _ = common.completion_states(critic, batch, args)  # critic.base_model: itself
+    index, hidden, _ = common.completion_states(critic, batch, args)  # critic.base_model is critic
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 

@@ -150,7 +150,7 @@ def test_one_function_pays_training_and_held_out_problems(name, paid, fork, monk
     """It is caught in a run, then asked about four completions, of which the first and third are right."""
     module = fork(name)
     evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
-    train(module, "--dataset few.json --steps 1 --prompts 2 --eval_problems 4")
+    train(module, "--dataset few.json --steps 1 --prompts 2 --minibatches 2 --eval_problems 4")
     reward, = {one.reward for one in evaluated + trained}
     evaluated[0].args.max_new_tokens = 20480
     mask = (torch.arange(20480) < torch.tensor([[100], [16384], [18432], [20480]])).float()
