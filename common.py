@@ -294,7 +294,7 @@ def means(logged):
     Each entry of `logged` is a dict. A value is a pair (sum, count), of which the mean over all
     entries is taken; a name that ends in _max has a number, of which the maximum is taken."""
     result = {}
-    for name in dict.fromkeys(name for stats in logged for name in stats):  # each name once
+    for name in dict.fromkeys(name for stats in logged for name in stats):  # each once
         values = [stats[name] for stats in logged if name in stats]
         if name.endswith("_max"):
             result[name] = float(max(values))
@@ -307,7 +307,7 @@ def rollout_stats(rollout, group_size):
     """Compute what is logged of a rollout, a dict of numbers.
     Sampler and training pass compute the same log pi in different ways. sampling_logp_difference is
     the root mean square of the difference over tokens. sampling_sequence_difference is the same for
-    each completion's mean, which GSPO's log s is. Both should be no more than rounding."""
+    the mean of each completion, as GSPO's log s is a mean. Both should be no more than rounding."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -410,7 +410,7 @@ def check_model(model, tokenizer, args):
     forward pass: head_logits may not scale or cap the logits as the model does, training may be
     random, a cache may not fit. In float32, only rounding may differ. One random prompt is as long
     as a run allows; the sampler has to pad the other."""
-    T = 4  # the prompt gives token 1; a CUDA graph is recorded for 2, and replayed for 3 and 4
+    T = 4  # the prompt gives token 1; a CUDA graph is recorded for 2, replayed for 3 and 4
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
     args = argparse.Namespace(**vars(args) | dict(dtype="float32", max_new_tokens=T, temperature=1))
     rng, vocabulary = random.Random(0), range(model.get_input_embeddings().num_embeddings)
@@ -486,8 +486,8 @@ def prepare(rows, tokenizer, args, use):
         readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
         if question and readable and len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out, without "
-          "a question or a readable answer, or longer than --max_prompt_tokens")
+    print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out: without "
+          "question or readable answer, or over --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
     if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
         sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
@@ -665,7 +665,7 @@ def add_args(parser):
     add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
-    add("--system_prompt", default=INSTRUCTION, help="said before a question without one")
+    add("--system_prompt", default=INSTRUCTION, help="put first in a chat that has none")
     add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
     add("--max_new_tokens", type=int, default=1024, help="longest completion")
     add("--temperature", type=float, default=1.0, help="in samples and log-probs alike")
@@ -675,7 +675,7 @@ def add_args(parser):
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
         help="compute activations again: a third more work, far less memory")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="cuda: a GPU")
-    add("--dtype", choices=["float32", "bfloat16"], help="if not given bfloat16 where a GPU has it")
+    add("--dtype", choices=["float32", "bfloat16"], help="if not given, bfloat16 if a GPU has it")
     add("--steps", type=int, default=200, help="rollouts in the run")
     add("--seed", type=int, default=0, help="of samples and problem order")
     add("--out", help="output directory",
@@ -699,7 +699,7 @@ def parse(parser, argv, **toy_settings):
     if not (args.temperature > 0 and args.max_grad_norm > 0):  # so written, nan fails too
         parser.error("--temperature and --max_grad_norm must be above 0")
     if args.minibatches > args.prompts:
-        parser.error("--minibatches: at most --prompts, as a question's completions stay together")
+        parser.error("--minibatches: at most as many as --prompts")
     if args.model == TOY:
         torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
     # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
@@ -722,7 +722,7 @@ def launch(main, args):
         temporary.rename(Path(args.out, "args.json"))  # a kill leaves no half of it
         print(*(f"{name}={value}" for name, value in vars(args).items()))
         main(args)
-    except OSError as error:  # may come from your own reward function, so we say where
+    except OSError as error:  # may come from your reward function: we say where
         ours = [frame for frame in traceback.extract_tb(error.__traceback__)
                 if os.path.dirname(frame.filename) == os.path.dirname(__file__)]
         sys.exit(f"error in {ours[-1].filename}, line {ours[-1].lineno}: {error}")
@@ -792,7 +792,7 @@ def log(args, step, stats, problems=None, rollout=None):
     if stats.get("skipped") or stats.get("value_skipped"):
         print("warning: a gradient was not finite, its step is skipped: lower --lr")
     if stats.get("sampling_logp_difference", 0) > 0.1:
-        print("warning: the log-probs of sampler and training pass differ: a mistake in the code?")
+        print("warning: sampler and training pass differ in log-probs: a mistake in the code?")
 
 def write_records(args, name, records):
     """Write completions/NAME.jsonl in --out, one completion on a line."""
