@@ -278,6 +278,8 @@ def test_evaluate_counts_every_problem_once(rows, column, monkeypatch, tmp_path)
         assert (record["question"], record["right"], record["reward"], length, record["cut_off"]) == (
             f"{i}?", sampled[i] == 1, pytest.approx(sampled[i] - 0.3), 1 + i * 3 % 5, length == 5)
     assert len(lines) == 7
+    unknown = stand_in(None, None, [[0]], 1, 0.6, args) | {"rewards": torch.ones(1)}
+    assert common.records_of([{"question": "?", "answer": ""}], unknown)[0]["right"] is None  # no gold answer
 
 def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch, tmp_path):
     """Two draw with the same numbers, so that they differ by the model alone; two batches of one do not."""

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from check_vectors import FILE, fill, text
+from check_vectors import FILE, fill, share, text
 from conftest import call, settings
 from test_forks import fork  # noqa: F401
 
@@ -107,6 +107,10 @@ def test_the_other_bounds_are_met_too():
         assert all(abs(w - high) > 0.004 for w in row)
         seen |= {(A > 0, w > high) for w in row if A}
     assert len(seen) == 4 and CASES["Dr. GRPO"]["T_max"] > 9  # more than the longest row and the table
+
+def test_a_group_of_equal_rewards_has_no_share_in_a_mean_over_groups():
+    equal = [len(set(BATCH["rewards"][i - i % G:][:G])) == 1 for i in range(N)]
+    assert any(equal) and equal == [share(CASES["DAPO"], i, BATCH) == 0 for i in range(N)]
 
 def test_a_mean_over_all_tokens_weighs_the_rows_by_their_lengths():
     for row, other, n in zip(CASES["GRPO, no KL"]["gradient"], CASES[TOKEN_MEAN]["gradient"], LENGTHS):
