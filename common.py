@@ -33,9 +33,8 @@ import re
 import shutil
 import sys
 import time
-import traceback
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import datasets
@@ -83,14 +82,12 @@ def chunked_logprobs(model, hidden, target, temperature):
 def head_logits(model, hidden):
     """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (on a
     GPU in TF32, unless --dtype is float32): bfloat16 rounds a logit of 20 by up to .06."""
-    head = model.get_output_embeddings()
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = head(hidden.to(head.weight.dtype))
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     # A few families scale or cap their logits; check_model finds those that we do not know.
-    config = model.config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or 1  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
-    logits = logits if factor == 1 else factor * logits
+    scale = getattr(config, "logit_scale", None) or 1  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = head(scale * hidden.to(head.weight.dtype))
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     return cap * (logits / cap).tanh() if cap else logits
 
@@ -100,7 +97,8 @@ def minibatches(rollout, count, group_size):
     grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
     texts are left out. Nothing is shuffled: every epoch and micro_batched make the same cuts."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
-    for part in rows.view(-1, group_size).tensor_split(count):  # (p, G)
+    groups = rows.view(-1, group_size)  # (P, G)
+    for part in progress(groups.tensor_split(count), "minibatches"):
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
@@ -109,17 +107,13 @@ def micro_batches(batch, tokens):
     gets its own. Rows without a gradient are left out. The others are sorted by length, so that
     there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
-    lengths, order = batch["attention"].sum(1).sort(descending=True)
-    lengths, parts = lengths.tolist(), []
-    while lengths:
-        # The first row is the longest of its micro-batch, so it says how many there is room for.
-        count = max(1, tokens // lengths[0])
-        parts.append(order[:count])
-        lengths, order = lengths[count:], order[count:]
-    for rows in progress(parts, "micro-batches"):
+    lengths = batch["attention"].sum(1)  # one number per row
+    order = lengths.argsort(descending=True)
+    while len(order) > 0:
+        l = int(lengths[order[0]])  # the longest row that is left, so it says how many fit
+        rows, order = order.tensor_split([max(1, tokens // l)])
         part = {name: value[rows] for name, value in batch.items()}
-        length = part["attention"].sum(1)  # (n,)
-        l, t = int(length.max()), int((length - part["prompt_length"]).max())
+        t = int((lengths[rows] - part["prompt_length"]).max())
         # A tensor of width L is cut to l, one of width T < L to t; others, as (n, 1), stay.
         width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
@@ -142,9 +136,8 @@ def padded(rows, device, side="right"):
     real = [torch.ones_like(row) for row in rows]
     return [pad_sequence(x, batch_first=True, padding_side=side) for x in (rows, real)]
 
-def progress(items, doing):
-    """Iterate over `items`. In a terminal, what takes over 2 seconds gets a progress bar."""
-    return tqdm(items, doing, leave=False, disable=None, delay=2)
+# progress(items, what) iterates over items. In a terminal it shows a bar after 2 seconds.
+progress = partial(tqdm, leave=False, disable=None, delay=2)
 
 # ---- Optimiser ----
 class Optimizer(torch.optim.AdamW):
@@ -431,26 +424,20 @@ def check_model(model, tokenizer, args):
     model.train()
 
 # ---- Problems ----
-MOST_ROWS = 400_000  # of a split; as Python objects, more would take over 4 GB of memory
-
 def load_problems(args, tokenizer):
-    """Load the training and the held-out problems. A problem is a row of --dataset, with "question"
-    and "answer" as texts and "prompt", a list of ids."""
+    """Load the training and the held-out problems, which are the same ones with every --seed."""
     splits = read_dataset(args.dataset)
-    train = rows_of(splits[args.split], args)
+    train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1 and args.split != args.eval_split:
-        held_out = rows_of(splits[args.eval_split], args)
+        held_out = prepare(splits[args.eval_split], tokenizer, args)
     else:  # hold out a fifth. The question seeds the draw, so that equal ones stay together
-        shares = [random.Random(str(row[args.question_column])).random() for row in train]
-        held_out = [row for row, share in zip(train, shares) if share < 0.2]
-        train = [row for row, share in zip(train, shares) if share >= 0.2]
-    # The same ones with every --seed.
-    held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
-    train = prepare(train, tokenizer, args, "training")
-    return train, prepare(held_out, tokenizer, args, "held-out")
+        shares = [random.Random(problem["question"]).random() for problem in train]
+        held_out = [problem for problem, share in zip(train, shares) if share < 0.2]
+        train = [problem for problem, share in zip(train, shares) if share >= 0.2]
+    return train, random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
 
 def read_dataset(source):
-    """Read a file, a directory or a data set of the hub: {split: rows}."""
+    """Read a file, a directory or a data set of the hub: {split: datasets.Dataset}."""
     if source.endswith((".jsonl", ".json", ".csv", ".parquet")):
         kind = source.rpartition(".")[2].replace("jsonl", "json")
         # datasets would read [, * and ? as a pattern, which other files may match.
@@ -458,21 +445,18 @@ def read_dataset(source):
     configs = datasets.get_dataset_config_names(source)
     return datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
 
-def rows_of(split, args):
-    """Return the rows of a split as dicts: all, or MOST_ROWS of them, drawn at random."""
+def prepare(split, tokenizer, args):
+    """Turn the rows of a split into problems: dicts with "question" and "answer" as texts, "prompt"
+    as ids, and all columns of the row. A question is a text, or a chat that ends with the user's
+    message. Rows that cannot be used are counted and left out."""
     columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
     if not columns <= set(split.column_names):
         sys.exit(f"--question_column, --answer_column: there are {', '.join(split.column_names)}")
-    if len(split) > MOST_ROWS:
-        print(f"warning: using {MOST_ROWS} of {len(split)} rows, drawn at random")
-        split = split.select(random.Random(0).sample(range(len(split)), MOST_ROWS))
-    return split.to_list()
-
-def prepare(rows, tokenizer, args, use):
-    """Turn rows into problems. Those that cannot be used are counted and left out. A question is a
-    text, or a chat that ends with the user's message."""
+    if len(split) > 400_000:  # as Python objects, more would take over 4 GB of memory
+        print(f"warning: using 400000 of {len(split)} rows, drawn at random")
+        split = split.select(random.Random(0).sample(range(len(split)), 400_000))
     problems = []
-    for row in progress(rows, "reading problems"):
+    for row in progress(split.to_list(), "reading problems"):
         chat, answer = row[args.question_column], text_of(row.get(args.answer_column))
         if not isinstance(chat, list):
             chat = [{"role": "user", "content": text_of(chat)}]
@@ -486,11 +470,11 @@ def prepare(rows, tokenizer, args, use):
         readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
         if question and readable and len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    print(f"{len(problems)} {use} problems; {len(rows) - len(problems)} rows are left out: without "
+    print(f"{len(problems)} problems; {len(split) - len(problems)} rows are left out: without "
           "question or readable answer, or over --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
     if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
-        sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
+        sys.exit(f"--dataset {args.dataset}: no problems that --model's tokenizer knows")
     return problems
 
 def prompt_of(chat, tokenizer):
@@ -648,15 +632,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as it is written, and the defaults."""
 
 def make_parser(script, doc):
-    """Make an argparse parser whose --help is the script's docstring."""
+    """Make an argparse parser with the flags that every script has, whose --help is the script's
+    docstring. Returns it, and add_argument of a group for the script's own flags."""
     parser = argparse.ArgumentParser(
         prog=Path(script).name, usage=argparse.SUPPRESS, description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
     parser.set_defaults(script=parser.prog)
-    return parser
-
-def add_args(parser):
-    """Add the flags that every script has."""
+    own = parser.add_argument_group("objective and its optimisation").add_argument
     add = parser.add_argument_group("model, problems and run").add_argument
     cuda = torch.cuda.is_available()
     add("--model", help="directory or hub name; without it the toy is trained, by own settings")
@@ -684,6 +666,7 @@ def add_args(parser):
     add("--eval_every", type=int, default=20, help="steps between evaluations")
     add("--eval_problems", type=int, default=512, help="held-out problems")
     add("--save_every", type=int, default=20, help="steps between checkpoints")
+    return parser, own
 
 def parse(parser, argv, **toy_settings):
     """Parse `argv` twice. The first time shows whether a run is resumed, or the toy is trained. If
@@ -722,10 +705,8 @@ def launch(main, args):
         temporary.rename(Path(args.out, "args.json"))  # a kill leaves no half of it
         print(*(f"{name}={value}" for name, value in vars(args).items()))
         main(args)
-    except OSError as error:  # may come from your reward function: we say where
-        ours = [frame for frame in traceback.extract_tb(error.__traceback__)
-                if os.path.dirname(frame.filename) == os.path.dirname(__file__)]
-        sys.exit(f"error in {ours[-1].filename}, line {ours[-1].lineno}: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
         sys.exit("out of GPU memory: lower --micro_batch_tokens, --prompts or --max_new_tokens")
     except KeyboardInterrupt:
@@ -750,11 +731,9 @@ def save_checkpoint(args, step, tokenizer, policy, parts):
 def load_checkpoint(args, policy, parts):
     """Go back to the newest checkpoint in --out and return its step. If there is none, empty
     metrics.jsonl and return 0."""
-    saved = Path(args.out).glob("step-*/optimizer.pt")
-    start = max((int(path.parent.name.removeprefix("step-")) for path in saved), default=0)
+    steps = [int(path.name.removeprefix("step-")) for path in Path(args.out).glob("step-*")]
+    start = max(steps, default=0)
     if start == 0:
-        if any(Path(args.out).glob("step-*")):
-            sys.exit(f"--resume: no step in {args.out} has an optimizer.pt to go on from")
         Path(args.out, "metrics.jsonl").write_text("")
         return 0
     folder = Path(args.out, f"step-{start}")

@@ -17,8 +17,7 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. Shao et al. have a reward model, and take one optimiser step for 16 groups of 64 completions, so
-w is 1, and nothing is clipped. --beta, --lr and 1024 tokens are theirs, the rest is our choice.
+0. --beta, --lr and 1024 tokens are the paper's, which takes one step per rollout, where w is 1.
 
     python grpo.py                                                             on a laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -33,9 +32,8 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and those of every script: common.add_args."""
-    parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument_group("objective and its optimisation").add_argument
+    """Parse the flags that change the equations, and those of every script: common.make_parser."""
+    parser, add = common.make_parser(__file__, __doc__)
     add("--prompts", type=int, default=32, help="P: more make a steadier gradient")
     add("--group_size", type=int, default=8, help="G of (1); usually 8 to 64")
     add("--eps_low", type=float, default=0.2, help="clip range below 1 (3); usually .1 to .3")
@@ -48,7 +46,6 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
-    common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     if args.group_size < 2:
         parser.error("--group_size: a completion without a group has nothing to be compared with")
@@ -66,7 +63,7 @@ def group_advantages(rewards, group_size):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
-    """Compute -J, equations (2) to (4), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
@@ -107,7 +104,8 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    return rollout, common.rollout_stats(rollout, args.group_size)
+    stats = common.rollout_stats(rollout, args.group_size)
+    return rollout, stats
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
@@ -136,7 +134,7 @@ def main(args):
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
     parts = dict(optimizers)
-    if reference is not None and args.ref_every:
+    if args.ref_every:
         parts["reference"] = reference
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     if start == 0:
@@ -144,7 +142,7 @@ def main(args):
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
-        if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
+        if args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)

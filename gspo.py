@@ -17,12 +17,10 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The four minibatches are the paper's, and in float32 the clip range, too; the rest is our choice.
-
-The reward belongs to a whole completion, and so do the ratio and its clip: the min is the same for
-every t. The mean over t is there for KL_it, and for --token_level, which is GSPO-token (equations
-13 and 14). The product of the w_it is the importance weight of o_i; s_i is not: it says how far
-a token has moved on average. The paper prints J without a KL, "for brevity": --beta is 0 here.
+0. The four minibatches are the paper's, and in float32 the clip range, too. It prints J without a
+KL, "for brevity": --beta is 0 here. The min is the same for every t: the mean over t is there for
+KL_it, and for --token_level, which is GSPO-token (equations 13 and 14). The importance weight of
+o_i would be the product of the w_it; s_i says how far a token has moved on average.
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -37,9 +35,8 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and those of every script: common.add_args."""
-    parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument_group("objective and its optimisation").add_argument
+    """Parse the flags that change the equations, and those of every script: common.make_parser."""
+    parser, add = common.make_parser(__file__, __doc__)
     add("--prompts", type=int, default=32, help="P: more make a steadier gradient")
     add("--group_size", type=int, default=8, help="G of (1); usually 8 to 64")
     add("--eps_low", type=float, help="clip range below 1 (3); if not given 3e-4, .01 in bfloat16")
@@ -54,7 +51,6 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
-    common.add_args(parser)
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     if args.group_size < 2:
         parser.error("--group_size: a completion without a group has nothing to be compared with")
@@ -75,8 +71,8 @@ def group_advantages(rewards, group_size):
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
     return adv.masked_fill(equal, 0.0).view(-1)
 
-def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl, token_level):
-    """Compute -J, equations (2) to (4), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
+    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
@@ -84,9 +80,9 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     # The mean of the log w_it, because their sum grows with the length: one range fits all.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
-    if token_level:
-        # sg[x] is x as a constant. So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the
-        # gradient of token t. Therefore every token may have an advantage of its own.
+    if adv.shape[1] > 1:
+        # GSPO-token, where every token may have an advantage of its own. sg[x] is x as a constant.
+        # So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the gradient of token t.
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s] pi/sg[pi]
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
@@ -125,7 +121,8 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    return rollout, common.rollout_stats(rollout, args.group_size)
+    stats = common.rollout_stats(rollout, args.group_size)
+    return rollout, stats
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
@@ -138,7 +135,7 @@ def update(policy, optimizers, rollout, args):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b.get("ref_logp"), b["adv"], b["mask"],
-                    args.eps_low, args.eps_high, args.beta, args.kl, args.token_level)
+                    args.eps_low, args.eps_high, args.beta, args.kl)
                 (loss / rows).backward()
                 logged.append(stats)
             logged.append(optimizers["policy"].clip_and_step())
@@ -154,7 +151,7 @@ def main(args):
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
     parts = dict(optimizers)
-    if reference is not None and args.ref_every:
+    if args.ref_every:
         parts["reference"] = reference
     start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
     if start == 0:
@@ -162,7 +159,7 @@ def main(args):
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
-        if reference is not None and args.ref_every and (step - 1) % args.ref_every == 0:
+        if args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args)                      # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)

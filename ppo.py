@@ -40,9 +40,8 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and those of every script: common.add_args."""
-    parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument_group("objective and its optimisation").add_argument
+    """Parse the flags that change the equations, and those of every script: common.make_parser."""
+    parser, add = common.make_parser(__file__, __doc__)
     add("--prompts", type=int, default=256, help="P: more make a steadier gradient")
     add("--group_size", type=int, default=1, help="G; PPO needs no group")
     add("--eps_low", type=float, default=0.2, help="clip range below 1 (3); usually .1 to .3")
@@ -60,7 +59,6 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
-    common.add_args(parser)
     args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
     return args
 
@@ -119,7 +117,7 @@ def explained_variance(returns, values, mask):
     return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
 
 def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
-    """Compute -J, equations (2) and (3), without the 1/N: loss = -sum_i 1/|o_i| sum_t { ... }.
+    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
@@ -184,13 +182,14 @@ def update(policy, critic, optimizers, rollout, args):
                 loss, stats = policy_loss(
                     logp, b["old_logp"], b["adv"], b["mask"], args.eps_low, args.eps_high)
                 (loss / rows).backward()
+                logged.append(stats)
                 values = token_values(critic, b, args)  # V, with gradient
                 v_loss, v_stats = value_loss(
                     values, b["values"], b["returns"], b["mask"], args.eps_value)
                 (args.vf_coef * v_loss / rows).backward()
-                logged.append(stats | v_stats)
-            logged.append(optimizers["policy"].clip_and_step()
-                          | optimizers["critic"].clip_and_step("value_"))
+                logged.append(v_stats)
+            logged.append(optimizers["policy"].clip_and_step())
+            logged.append(optimizers["critic"].clip_and_step("value_"))
     return common.means(logged)
 
 def main(args):

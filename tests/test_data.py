@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import LOOKS, TINY, char_tokenizer, refused, spy, sums, train, write_jsonl
+from conftest import LOOKS, TINY, char_tokenizer, refused, sums, train, write_jsonl
 
 import common
 import grpo
@@ -60,7 +60,7 @@ def test_a_directory_gives_its_splits():
 @pytest.mark.parametrize("flags, words", [
     ("--question_column problem", "--question_column answer question"),
     ("--answer_column solution", "--answer_column answer question"),
-    ("--dataset empty.jsonl", "empty.jsonl no training problems")])
+    ("--dataset empty.jsonl", "empty.jsonl no problems")])
 def test_columns_that_are_not_there_and_data_of_which_nothing_is_left_are_named(flags, words, capsys):
     write_jsonl("empty.jsonl", [{"question": str(i), "answer": ""} for i in range(30)])
     with refused(capsys, *words.split()):
@@ -82,15 +82,16 @@ def test_what_is_trained_on_is_never_held_out():
     train, held_out = load(f"{splits_of(sums(60))} --eval_split train")
     assert train and held_out and not set(questions(train)) & set(questions(held_out))
 
-def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed(monkeypatch):
-    """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. To save
-    time no more are prepared than are asked."""
-    rows, prepared = sums(200), spy(monkeypatch, common, "prepare")
-    flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 20"
+def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed():
+    """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. As many
+    are asked as --eval_problems says, although some rows cannot be used."""
+    rows = sums(200)
+    unusable = [{"question": "?", "answer": ""}] * 50
+    flags = f"{splits_of(sums(20, start=300), rows + unusable)} --eval_problems 20"
     exams = [questions(load(f"{flags} --seed {seed}")[1]) for seed in (0, 7)]
     assert exams[0] == exams[1] and len(set(exams[0])) == 20 and set(exams[0]) <= set(questions(rows))
     numbers = [questions(rows).index(question) for question in exams[0]]
-    assert 60 < sum(numbers) / 20 < 140 and len(prepared[1].rows) == 20
+    assert 60 < sum(numbers) / 20 < 140
 
 def test_problems_keep_all_columns_which_may_have_other_names():
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "level": 3}
@@ -108,15 +109,25 @@ def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
     flags = f"{splits_of(rows)} --max_prompt_tokens 60"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    assert "11 training problems; 8 " in capsys.readouterr().out
+    assert "11 problems; 8 " in capsys.readouterr().out
 
-def test_of_too_many_rows_some_are_drawn_at_random(monkeypatch):
+def test_of_too_many_rows_some_are_drawn_at_random():
     """As Python objects, DAPO's 1.79 million rows took 16 GB."""
-    monkeypatch.setattr(common, "MOST_ROWS", 20)
-    flags = splits_of(sums(200))
-    drawn = questions(load(flags)[0])
-    assert len(set(drawn)) == 20 and drawn == questions(load(flags)[0])
-    assert not set(drawn) <= set(questions(sums(100))), "the first rows"
+    class Drawn(Exception):
+        pass
+    class Many:
+        column_names = ["question", "answer"]
+        def __len__(self):
+            return 1_000_000
+        def select(self, rows):
+            raise Drawn(rows)
+    draws = []
+    for _ in range(2):
+        with pytest.raises(Drawn) as drawn:
+            common.prepare(Many(), None, grpo.parse_args([]))
+        draws.append(drawn.value.args[0])
+    assert len(set(draws[0])) == 400_000 and draws[0] == draws[1]
+    assert max(draws[0]) > 900_000, "the first rows"
 
 # ---- Answers ----
 
@@ -158,7 +169,8 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
     led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
     chats = [brief + alone, brief + alone, brief + talk, led]
     rows = [{"question": question, "answer": "#### 2"} for question in ["1 + 1?", alone, talk, led]]
-    for problem, chat in zip(common.prepare(rows, tokenizer, args, "training"), chats, strict=True):
+    for row, chat in zip(rows, chats, strict=True):
+        problem, = common.prepare(datasets.Dataset.from_list([row]), tokenizer, args)
         own = [tokenizer.bos_token_id] * (look == "plain")
         own += tokenizer.convert_tokens_to_ids([*"".join(f"{turn['content']}\n" for turn in chat)])
         if tokenizer.chat_template:
@@ -172,7 +184,7 @@ def test_a_question_may_be_a_number_and_one_that_is_missing_is_left_out():
     tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     rows = [{"question": question, "answer": "1"} for question in (12, None)]
     args = grpo.parse_args(["--system_prompt", ""])
-    problem, = common.prepare(rows, tokenizer, args, "training")
+    problem, = common.prepare(datasets.Dataset.from_list(rows), tokenizer, args)
     assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
@@ -191,16 +203,17 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
     ("question", [turn("user", "1 + 1?"), turn("assistant", "2")], "may end with the answer")])
 def test_what_is_no_text_or_number_and_a_chat_that_holds_the_answer_are_refused(column, value, words, capsys):
     with refused(capsys, words):
-        common.prepare([sums(1)[0] | {column: value}], char_tokenizer(), grpo.parse_args([]), "training")
+        rows = datasets.Dataset.from_list([sums(1)[0] | {column: value}])
+        common.prepare(rows, char_tokenizer(), grpo.parse_args([]))
 
 def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
     """The toy, asked GSM8K, was trained on <unk><unk>... It may lack some of the characters."""
     known, unknown, args = sums(1)[0]["question"], "\u00e9" * 15, grpo.parse_args([])
     rows = [{"question": question, "answer": "1"} for question in [unknown] * 9 + [known]]
     with refused(capsys, "tokenizer knows", "--dataset"):
-        common.prepare(rows, char_tokenizer(), args, "training")
+        common.prepare(datasets.Dataset.from_list(rows), char_tokenizer(), args)
     few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]
-    assert len(common.prepare(few, char_tokenizer(), args, "training")) == 8
+    assert len(common.prepare(datasets.Dataset.from_list(few), char_tokenizer(), args)) == 8
 
 # ---- Rewards ----
 

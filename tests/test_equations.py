@@ -25,13 +25,13 @@ def near(found, expected, within=1e-6):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
 
-def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", token_level=False, mask=None):
+def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None):
     """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
     the shape (completions, tokens), and A may be (completions, 1)."""
     logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
     mask = torch.ones_like(old) if mask is None else mask
     refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
-    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl, token_level]}[script]
+    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl]}[script]
     loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
     return -loss.item(), torch.autograd.grad(-loss, logp)[0]
 
@@ -80,9 +80,9 @@ def test_2_gspo_token_has_an_advantage_for_every_token():
     """--token_level is the paper's GSPO-token, in which every token may have an advantage A_t of its own. The
     ratio s_t of a token has the value of s, but only log pi_t has a gradient in it. So the push is s A_t/3,
     and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO."""
-    found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]], token_level=True)
+    found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]])
     near(found, (0, [[0.368403, 0, -0.368403]]))
-    found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]], token_level=True)
+    found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]])
     near(found, objective(gspo, WIDE, *COMPLETION, [[2]]))
 
 # --- (3) clip

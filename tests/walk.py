@@ -6,6 +6,7 @@
 main, collect, update and policy_loss do the work. This program looks on, and it writes no files. The colour
 behind a token shows its push. In a pipe, or with NO_COLOR set, a sign below the token shows it.
 """
+import argparse
 import importlib
 import inspect
 import os
@@ -133,7 +134,8 @@ def screens(seen, colour):
          f"{new['rewards'].mean():.3f}. Some of that is chance.", sampled(seen | {"rollout": new}))]
 
 def main(argv=None):
-    parser = common.make_parser(__file__, __doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--script", default="grpo", help="grpo, gspo, ppo or your own")
     parser.add_argument("--after", type=int, default=4, help="steps before the one shown")
     own, flags = parser.parse_known_args(argv)
