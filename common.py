@@ -179,19 +179,19 @@ def generate(model, tokenizer, prompts, group_size, temperature, args):
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
     mask = is_stop.cumsum(1) - is_stop.long() == 0  # no stop token before this one
-    lengths, finished = mask.sum(1).tolist(), is_stop.any(1)
-    completions = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
+    lengths, finished = mask.sum(1), is_stop.any(1)  # (N,) both
+    completions = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     ids, attention = padded([p + c for p, c in zip(prompts, completions)], model.device)  # (N, L)
     # The text is without the stop token. Other special tokens stay: they may mark the answer.
     texts = [row[:-1] if ended else row for row, ended in zip(completions, finished.tolist())]
-    mask = mask[:, :max(lengths)].float()  # (N, T)
+    mask = mask[:, :lengths.max()].float()  # (N, T)
     return {
         "ids": ids,
         "attention": attention,
-        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=model.device),
+        "prompt_length": attention.sum(1) - lengths,
         "mask": mask,
-        "sampled_logp": logp[:, :max(lengths)] * mask,
+        "sampled_logp": logp[:, :lengths.max()] * mask,
         "row": torch.arange(len(ids), device=model.device),
         "finished": finished,
         "has_gradient": torch.ones_like(finished),
@@ -375,7 +375,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     text = config.get_text_config()  # of the text part, if the model also reads images
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            setattr(text, name, 0.0)  # dropout, or noise in a router, would move the ratio from 1
+            setattr(text, name, 0.0)  # random activations would move the ratio from 1
     room = getattr(text, "max_position_embeddings", None) or math.inf
     if args.max_prompt_tokens + args.max_new_tokens > room:
         sys.exit(f"--max_prompt_tokens and --max_new_tokens: --model has {room} positions in all")
@@ -453,7 +453,7 @@ def prepare(split, tokenizer, args):
     if not columns <= set(split.column_names):
         sys.exit(f"--question_column, --answer_column: there are {', '.join(split.column_names)}")
     if len(split) > 400_000:  # as Python objects, more would take over 4 GB of memory
-        print(f"warning: using 400000 of {len(split)} rows, drawn at random")
+        print("warning: using 400000 of the rows, drawn at random")
         split = split.select(random.Random(0).sample(range(len(split)), 400_000))
     problems = []
     for row in progress(split.to_list(), "reading problems"):
@@ -478,29 +478,30 @@ def prepare(split, tokenizer, args):
     return problems
 
 def prompt_of(chat, tokenizer):
-    """Turn a chat into ids: by the chat template, or without one its texts, each with a newline."""
+    """Turn a chat into ids: by the chat template, or without one its texts, each with a newline, and
+    without the end-of-sequence token that some tokenizers put behind every text."""
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     ids = tokenizer("".join(text_of(m["content"]) + "\n" for m in chat))["input_ids"]
-    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end each text
+    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
 
 def text_of(value):
-    """Return a question or an answer as a text, "" if there is none; a float as a fraction."""
+    """Return a question or an answer as a text, "" if there is none (nan is an empty cell of a
+    table); a float as a fraction, as no completion writes 1e+16 or 0.30000000000000004."""
     if not isinstance(value, (str, int, float, type(None))):  # no completion would match it
         sys.exit(f"--question_column, --answer_column: {value} is neither a text nor a number")
     if isinstance(value, float) and math.isfinite(value):
-        value = Fraction(f"{value:.15g}")  # no completion writes 1e+16 or 0.30000000000000004
-    return "" if value is None or value != value else str(value)  # nan: an empty cell of a table
+        value = Fraction(f"{value:.15g}")
+    return "" if value is None or value != value else str(value)
 
 def batch_of(problems, step, args):
     """Return the P problems of a step.
     All problems are shuffled, used up, shuffled anew, and so on. --seed and the step alone say
-    which come now, so that there is no state to save. Example: with n = 5 problems and P = 3, step
-    2 takes the last two problems of epoch 0 and the first one of epoch 1."""
-    n, first = len(problems), (step - 1) * args.prompts  # earlier steps used `first` problems
-    epochs = range(first // n, (first + args.prompts - 1) // n + 1)  # that this step draws from
+    which come now, so that there is no state to save."""
+    n, used = len(problems), (step - 1) * args.prompts
+    epochs = range(used // n, (used + args.prompts - 1) // n + 1)  # that this step draws from
     shuffled = [p for e in epochs for p in random.Random(f"{args.seed} {e}").sample(problems, n)]
-    return shuffled[first % n:][:args.prompts]
+    return shuffled[used % n:][:args.prompts]
 
 # ---- Rewards ----
 def answer_reward(problems, completions):
@@ -731,8 +732,8 @@ def save_checkpoint(args, step, tokenizer, policy, parts):
 def load_checkpoint(args, policy, parts):
     """Go back to the newest checkpoint in --out and return its step. If there is none, empty
     metrics.jsonl and return 0."""
-    steps = [int(path.name.removeprefix("step-")) for path in Path(args.out).glob("step-*")]
-    start = max(steps, default=0)
+    saved = Path(args.out).glob("step-*")
+    start = max((int(path.name.removeprefix("step-")) for path in saved), default=0)
     if start == 0:
         Path(args.out, "metrics.jsonl").write_text("")
         return 0

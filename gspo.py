@@ -17,10 +17,9 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The four minibatches are the paper's, and in float32 the clip range, too. It prints J without a
-KL, "for brevity": --beta is 0 here. The min is the same for every t: the mean over t is there for
-KL_it, and for --token_level, which is GSPO-token (equations 13 and 14). The importance weight of
-o_i would be the product of the w_it; s_i says how far a token has moved on average.
+0. The four minibatches are the paper's, and in float32 the clip range, too. "For brevity" it has no
+KL, so --beta is 0. The min is the same for every t: the mean over t is for KL_it and --token_level,
+which is GSPO-token (equations 13, 14). s_i is no importance weight: the product of the w_it is.
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -56,6 +55,8 @@ def parse_args(argv=None):
         parser.error("--group_size: a completion without a group has nothing to be compared with")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
         parser.error("--kl wk3 and --ref_every: there is no KL, give a --beta above 0")
+    if args.gamma != 1 and not args.token_level:
+        parser.error("--gamma: it changes A with --token_level only")
     # In bfloat16, once a step has moved pi, rounding alone moves s beyond the paper's range.
     eps_low, eps_high = (3e-4, 4e-4) if args.dtype == "float32" else (1e-2, 1e-2)
     args.eps_low = eps_low if args.eps_low is None else args.eps_low

@@ -33,6 +33,7 @@ def test_what_would_train_nothing_or_something_else_is_refused(script, capsys):
     """A flag is not to be abbreviated: --step is not --steps."""
     alone = [] if script is ppo else ["--group_size 1", "--kl wk3 --beta 0"]
     alone += ["--temperature 0", "--temperature nan", "--max_grad_norm 0", "--minibatches 999", "--step 3"]
+    alone += ["--gamma .9"] * (script is gspo)
     for flag in alone:
         with refused(capsys, flag.split()[0]):
             script.parse_args(flag.split())
