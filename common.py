@@ -2,7 +2,7 @@
 
 We guard what is silent and let what is loud be loud. Silent is what would train something else than
 you asked for, pay a wrong answer or lose work, without a word: there we check, and say in a line
-what to do. Every other mistake ends in Python's own traceback, which names the line.
+what to do. Nearly all else ends in Python's own traceback, which names the line.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G completions, which are the rows of a
 rollout; S tokens in the longest prompt, T in the longest completion, L in the longest row (prompt
@@ -75,9 +75,7 @@ def chunked_logprobs(model, hidden, target, temperature):
         return -cross_entropy(logits, target, reduction="none")
     size = CHUNK // len(model.get_output_embeddings().weight)
     chunks = zip(hidden.split(size), target.split(size))
-    # A chunk draws no random numbers, so checkpoint need not restore the state of a generator.
-    return torch.cat([checkpoint(logprobs, h, y, use_reentrant=False, preserve_rng_state=False)
-                      for h, y in chunks])
+    return torch.cat([checkpoint(logprobs, h, y, use_reentrant=False) for h, y in chunks])
 
 def head_logits(model, hidden):
     """Compute a model's logits from hidden states, (M, H) -> (M, V). We do this in float32 (on a
@@ -92,13 +90,15 @@ def head_logits(model, hidden):
     return cap * (logits / cap).tanh() if cap else logits
 
 # ---- Batching ----
+# progress(items, what) iterates over items. In a terminal it shows a bar after 2 seconds.
+progress = partial(tqdm, leave=False, disable=None, delay=2)
+
 def minibatches(rollout, count, group_size):
     """Cut a rollout into `count` parts of about equal size, in whole groups. An optimiser step of
     grpo.py or gspo.py then has all completions of a question, whose advantages add up to 0. The
     texts are left out. Nothing is shuffled: every epoch and micro_batched make the same cuts."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
-    groups = rows.view(-1, group_size)  # (P, G)
-    for part in progress(groups.tensor_split(count), "minibatches"):
+    for part in progress(rows.view(-1, group_size).tensor_split(count), "minibatches"):
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
@@ -107,14 +107,14 @@ def micro_batches(batch, tokens):
     gets its own. Rows without a gradient are left out. The others are sorted by length, so that
     there is little padding. Each micro-batch is trimmed to its longest row and completion."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
-    lengths = batch["attention"].sum(1)  # one number per row
+    lengths = batch["attention"].sum(1)
     order = lengths.argsort(descending=True)
     while len(order) > 0:
-        l = int(lengths[order[0]])  # the longest row that is left, so it says how many fit
+        l = int(lengths[order[0]])  # of the longest row left: it says how many fit
         rows, order = order.tensor_split([max(1, tokens // l)])
         part = {name: value[rows] for name, value in batch.items()}
         t = int((lengths[rows] - part["prompt_length"]).max())
-        # A tensor of width L is cut to l, one of width T < L to t; others, as (n, 1), stay.
+        # (n, L) becomes (n, l) and (n, T) becomes (n, t); other widths, such as 1, stay. T < L.
         width = {batch["ids"].shape[1]: l, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() == 2 else value
                for name, value in part.items()}
@@ -135,9 +135,6 @@ def padded(rows, device, side="right"):
     rows = [torch.tensor(row, device=device) for row in rows]
     real = [torch.ones_like(row) for row in rows]
     return [pad_sequence(x, batch_first=True, padding_side=side) for x in (rows, real)]
-
-# progress(items, what) iterates over items. In a terminal it shows a bar after 2 seconds.
-progress = partial(tqdm, leave=False, disable=None, delay=2)
 
 # ---- Optimiser ----
 class Optimizer(torch.optim.AdamW):
@@ -169,8 +166,8 @@ class Optimizer(torch.optim.AdamW):
 def generate(model, tokenizer, prompts, group_size, temperature, args):
     """Sample group_size completions of each of P prompts (lists of ids); returns a rollout. Tokens
     come from softmax(logits / temperature); at temperature 0 we take the likeliest. transformers'
-    generate would add the model's own top_k, read a prompt for each completion, and keep finished
-    rows to the end."""
+    generate would add the model's own top_k, read a prompt group_size times, and keep finished rows
+    to the end."""
     model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     # One context for all tokens: autocast then makes its bfloat16 copy of each weight once.
@@ -216,7 +213,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
     so a row with its stop token goes on until more than half of the rows have theirs."""
     device = model.device
     ids, attention = padded(prompts, device, "left")  # (P, S) both
-    # On a GPU the reader is a RecordedReader, which does the same faster: see CUDA graphs.
+    # On a GPU model.reader is RecordedReader, which does the same faster: see CUDA graphs.
     reader = getattr(model, "reader", Reader)(model, attention.shape[1] + T)
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
     hidden = reader.read(ids, attention, positions)  # (P, H)
@@ -310,7 +307,7 @@ def rollout_stats(rollout, group_size):
         "reward": groups.mean(),
         "completion_length": mask.sum(1).mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),  # estimated by samples
+        "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),  # estimated
         "sampling_logp_difference": difference[compared].square().mean().sqrt(),
         "sampling_sequence_difference": mean_difference[computed].square().mean().sqrt()}
     if group_size > 1:
@@ -362,14 +359,14 @@ def records_of(problems, rollout):
         "reward": rollout["rewards"].tolist(),
         "tokens": mask.sum(1).int().tolist(),
         "cut_off": (~rollout["finished"]).tolist()}
-    if "adv" in rollout:  # in ppo.py the mean over the tokens
+    if "adv" in rollout:  # the mean over the tokens
         columns["advantage"] = ((rollout["adv"] * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 # ---- Models ----
 def load_policy(args, adapt=lambda policy, args: None):
     """Load --model and its tokenizer. Refuse a model that would be trained wrongly.
-    A script may give `adapt`, which changes the model before it takes memory on the GPU."""
+    A fork may give `adapt`, which changes the model before it takes memory on the GPU."""
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(args.model)
     text = config.get_text_config()  # of the text part, if the model also reads images
@@ -393,7 +390,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     if args.device == "cuda":
         use_graphs(policy, tokenizer, args)
     if args.dtype != "float32":
-        # From here on the float32 head multiplies in TF32, which has 11 bits; bfloat16 has 8.
+        # The float32 head now multiplies in TF32, of 11 bits (bfloat16: 8); not in check_model.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
 
@@ -447,7 +444,7 @@ def read_dataset(source):
 
 def prepare(split, tokenizer, args):
     """Turn the rows of a split into problems: dicts with "question" and "answer" as texts, "prompt"
-    as ids, and all columns of the row. A question is a text, or a chat that ends with the user's
+    as ids, and all other columns. A question is a text, or a chat that ends with the user's
     message. Rows that cannot be used are counted and left out."""
     columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
     if not columns <= set(split.column_names):
@@ -478,8 +475,8 @@ def prepare(split, tokenizer, args):
     return problems
 
 def prompt_of(chat, tokenizer):
-    """Turn a chat into ids: by the chat template, or without one its texts, each with a newline, and
-    without the end-of-sequence token that some tokenizers put behind every text."""
+    """Turn a chat into ids: by the chat template, or else its texts, each with a newline. We drop
+    the end-of-sequence token that some tokenizers put behind every text."""
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     ids = tokenizer("".join(text_of(m["content"]) + "\n" for m in chat))["input_ids"]
@@ -518,19 +515,18 @@ def rewards_of(reward, problems, rollout):
     problems = [p for p in problems for _ in range(len(texts) // len(problems))]
     more = {"rollout": rollout} if "rollout" in inspect.signature(reward).parameters else {}
     paid = list(reward(problems, texts, **more))
-    for i, (problem, text, number) in enumerate(zip(problems, texts, paid, strict=True)):
-        if number is None or not math.isfinite(number):
-            sys.exit(f"the reward function returned {number} for row {i}, the question "
-                     f"{problem['question']!r} and the completion {text!r}")
-    return torch.tensor([float(number) for number in paid], device=rollout["ids"].device)
+    for i, (problem, text, r) in enumerate(zip(problems, texts, paid, strict=True)):
+        if r is None or not math.isfinite(r):
+            sys.exit(f"the reward of row {i} is {r}, of {problem['question']!r}, {text!r}")
+    return torch.tensor([float(r) for r in paid], device=rollout["ids"].device)
 
 # ---- Grading ----
 # Both answers are rewritten to one spelling and compared as text: numbers as exact fractions, the
-# items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 %, 10
-# is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket, a bar or a
-# relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its numbers stay:
-# (0.5, 1) is not (1/2, 1). A date, 2020-01-02, and an answer with ^- or /- are not sorted, either.
-# There is no algebra: 2+3 is not 5.
+# items of a list and the terms of a sum sorted. Units are dropped: if the gold answer is 10 % or
+# 5m, 10 or 5 is right. Nothing is converted: if it is 0.1, 10 % is wrong. An answer with a bracket,
+# a bar or a relation (a tuple, a matrix, an inequality) is respelled, but not sorted, and its
+# numbers stay: (0.5, 1) is not (1/2, 1). A date, 2020-01-02, and an answer with ^- or /- are not
+# sorted, either. There is no algebra: 2+3 is not 5.
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
@@ -645,7 +641,7 @@ def make_parser(script, doc):
     add("--model", help="directory or hub name; without it the toy is trained, by own settings")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
+    add("--eval_split", default="test", help="split to evaluate on; of one split, a fifth of it")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="put first in a chat that has none")
@@ -717,7 +713,7 @@ def save_checkpoint(args, step, tokenizer, policy, parts):
     """Save step-N in --out. `parts`, {name: part}, is all else that changes: optimisers and other
     models. There are no random states to save: each is a function of --seed and the step. We write
     beside and then rename, so that a kill at any instant leaves a good checkpoint. Every model
-    stays, because one learns later which was the best; optimizer.pt stays in the newest only."""
+    stays, because one learns later which was the best; `parts` stay in the newest only."""
     temporary, final = Path(args.out, "temporary"), Path(args.out, f"step-{step}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     policy.save_pretrained(temporary)
@@ -781,9 +777,9 @@ def write_records(args, name, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 # ---- CUDA graphs ----
-# On a GPU, reading one token takes some thousand short kernels, and Python needs longer to launch
-# them than the GPU needs to run them. So we record them once, as a CUDA graph, and replay it for
-# every token: the same kernels on the same tensors, without Python. You may skip this section.
+# On a GPU, reading one token takes a thousand short kernels, and Python needs longer to launch them
+# than the GPU needs to run them. So we record them once, as a CUDA graph, and replay it for every
+# token: the same kernels on the same tensors, without Python. You may skip this section.
 class FixedCache(transformers.StaticCache):
     """A cache that has all its columns from the beginning, as a graph's tensors cannot grow."""
     update = GrowingCache.update
@@ -804,7 +800,7 @@ class RecordedReader(Reader):
                 recorded.copy_(new)
             self.graph.replay()  # writes self.hidden
             return self.hidden
-        # Where rows were dropped, the cache has new tensors, for which the old graph is useless.
+        # The first token; or rows were dropped, and an old graph knows no tensor of the new cache.
         self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
         self.inputs = [new.clone() for new in inputs]
         # This call is not recorded: a library may allocate memory when it is called first.

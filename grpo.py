@@ -17,7 +17,7 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. --beta, --lr and 1024 tokens are the paper's, which takes one step per rollout, where w is 1.
+0. --beta, --lr and 1024 tokens are the paper's. It takes one step per rollout, so its w is 1.
 
     python grpo.py                                                             on a laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -63,7 +63,7 @@ def group_advantages(rewards, group_size):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
-    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
+    """Compute -J, without its 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
@@ -98,7 +98,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.beta == 0:
-        # Without a KL, the gradient of a completion with A = 0 is exactly 0: update leaves it out.
+        # Without a KL, the gradient of a completion with A = 0 is exactly 0: it is not computed.
         rollout["has_gradient"] = adv != 0                                 # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
@@ -109,7 +109,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics of the rows that have a gradient: means, and the largest ratio."""
+    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -129,7 +129,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
+    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.

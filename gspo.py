@@ -73,13 +73,13 @@ def group_advantages(rewards, group_size):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
-    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
+    """Compute -J, without its 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    # The mean of the log w_it, because their sum grows with the length: one range fits all.
+    # The mean of the log w_it, because their sum grows with the length: one range fits all |o_i|.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if adv.shape[1] > 1:
         # GSPO-token, where every token may have an advantage of its own. sg[x] is x as a constant.
@@ -116,7 +116,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1    # (N, T) |o_i| - t, with t from 1
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     if args.beta == 0:
-        # Without a KL, the gradient of a completion with A = 0 is exactly 0: update leaves it out.
+        # Without a KL, the gradient of a completion with A = 0 is exactly 0: it is not computed.
         rollout["has_gradient"] = adv != 0                                 # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
@@ -127,7 +127,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics of the rows that have a gradient: means, and the largest ratio."""
+    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -147,7 +147,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
+    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
@@ -169,7 +169,7 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
-            # The difference is rounding: sampler and training pass compute the same mean log pi.
+            # This difference is rounding. In an update, rounding moves log s by about as much.
             print("warning: rounding moves s further than --eps_low: raise both eps")
         common.log(args, step, stats, batch, rollout)
         if step % args.save_every == 0 or step == args.steps:

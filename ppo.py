@@ -117,7 +117,7 @@ def explained_variance(returns, values, mask):
     return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
 
 def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
-    """Compute -J, but for the 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
+    """Compute -J, without its 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
     It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
     (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
@@ -172,7 +172,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
 
 def update(policy, critic, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics of the rows that have a gradient: means, and the largest ratio."""
+    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
@@ -198,7 +198,7 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     critic = make_critic(policy)
-    # pi_ref is copied before load_checkpoint: it is the model before training, also with --resume.
+    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     # The eps of Adam is that of Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
