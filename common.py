@@ -213,7 +213,7 @@ def sample(model, prompts, group_size, temperature, stop, T):
     so a row with its stop token goes on until more than half of the rows have theirs."""
     device = model.device
     ids, attention = padded(prompts, device, "left")  # (P, S) both
-    # On a GPU model.reader is RecordedReader, which does the same faster: see CUDA graphs.
+    # On a GPU model.reader may be RecordedReader, which does the same faster: see CUDA graphs.
     reader = getattr(model, "reader", Reader)(model, attention.shape[1] + T)
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
     hidden = reader.read(ids, attention, positions)  # (P, H)
@@ -249,7 +249,8 @@ class Reader:
         self.model, self.cache = model, GrowingCache(config=model.config)
 
     def read(self, ids, attention, positions):
-        """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
+        """Read ids (n, s) into the cache, transformers' former past_key_values; returns the states
+        after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
             cache=self.cache, use_cache=True).last_hidden_state[:, -1]
@@ -280,7 +281,7 @@ def draw(logits, temperature):
 
 # ---- Statistics ----
 def means(logged):
-    """Reduce what the micro-batches of an update logged to one number per name.
+    """Reduce what the micro-batches and steps of an update logged to one number per name.
     Each entry of `logged` is a dict. A value is a pair (sum, count), of which the mean over all
     entries is taken; a name that ends in _max has a number, of which the maximum is taken."""
     result = {}
@@ -424,14 +425,17 @@ def check_model(model, tokenizer, args):
 def load_problems(args, tokenizer):
     """Load the training and the held-out problems, which are the same ones with every --seed."""
     splits = read_dataset(args.dataset)
-    train = prepare(splits[args.split], tokenizer, args)
+    train = splits[args.split]
     if len(splits) > 1 and args.split != args.eval_split:
-        held_out = prepare(splits[args.eval_split], tokenizer, args)
+        held_out = splits[args.eval_split]
     else:  # hold out a fifth. The question seeds the draw, so that equal ones stay together
-        shares = [random.Random(problem["question"]).random() for problem in train]
-        held_out = [problem for problem, share in zip(train, shares) if share < 0.2]
-        train = [problem for problem, share in zip(train, shares) if share >= 0.2]
-    return train, random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
+        draws = [random.Random(str(row.get(args.question_column))).random() for row in train]
+        held_out = train.select([i for i, x in enumerate(draws) if x < 0.2])
+        train = train.select([i for i, x in enumerate(draws) if x >= 0.2])
+    order = random.Random(0).sample(range(len(held_out)), len(held_out))
+    held_out = held_out.select(order[:args.eval_problems])
+    train = prepare(train, tokenizer, args, "training")
+    return train, prepare(held_out, tokenizer, args, "held-out")
 
 def read_dataset(source):
     """Read a file, a directory or a data set of the hub: {split: datasets.Dataset}."""
@@ -442,7 +446,7 @@ def read_dataset(source):
     configs = datasets.get_dataset_config_names(source)
     return datasets.load_dataset(source, "main" if "main" in configs else None)  # gsm8k
 
-def prepare(split, tokenizer, args):
+def prepare(split, tokenizer, args, use):
     """Turn the rows of a split into problems: dicts with "question" and "answer" as texts, "prompt"
     as ids, and all other columns. A question is a text, or a chat that ends with the user's
     message. Rows that cannot be used are counted and left out."""
@@ -467,11 +471,11 @@ def prepare(split, tokenizer, args):
         readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
         if question and readable and len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    print(f"{len(problems)} problems; {len(split) - len(problems)} rows are left out: without "
-          "question or readable answer, or over --max_prompt_tokens")
+    print(f"{len(problems)} {use} problems; {len(split) - len(problems)} rows are left out: "
+          "without question or readable answer, or over --max_prompt_tokens")
     ids = [token for problem in problems[:1000] for token in problem["prompt"]]
     if ids.count(tokenizer.unk_token_id) >= len(ids) / 2:  # also without problems: 0 >= 0
-        sys.exit(f"--dataset {args.dataset}: no problems that --model's tokenizer knows")
+        sys.exit(f"--dataset {args.dataset}: no {use} problems that --model's tokenizer knows")
     return problems
 
 def prompt_of(chat, tokenizer):
@@ -605,7 +609,7 @@ def canonical(text):
 
 def exact(term):
     """Write a number as an exact fraction: '-1 3/8' -> '-11/8'. Other terms stay."""
-    if not re.fullmatch(NUMBER, term, re.ASCII):  # no digits of other scripts
+    if not re.fullmatch(NUMBER, term, re.ASCII):  # \d is 0 to 9 only
         return term
     value = sum(Fraction(part) for part in term.removeprefix("-").split())
     return str(-value if term.startswith("-") else value)
@@ -641,14 +645,14 @@ def make_parser(script, doc):
     add("--model", help="directory or hub name; without it the toy is trained, by own settings")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; of one split, a fifth of it")
+    add("--eval_split", default="test", help="split to evaluate on; if there is one, a fifth of it")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="put first in a chat that has none")
     add("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
     add("--max_new_tokens", type=int, default=1024, help="longest completion")
     add("--temperature", type=float, default=1.0, help="in samples and log-probs alike")
-    add("--micro_batch_tokens", type=int, default=8192 if cuda else 1536, help="in a forward pass")
+    add("--micro_batch_tokens", type=int, default=8192 if cuda else 1536, help="in a training pass")
     add("--warmup_steps", type=int, default=20, help="optimiser steps until full --lr")
     add("--max_grad_norm", type=float, default=1.0, help="larger gradients are cut to it")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
@@ -690,7 +694,7 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def launch(main, args):
     """Run `main` with --out. What is nobody's bug ends in a line, not in a traceback: a model, data
-    or a file that is not there, a --out that exists, too little GPU memory, Ctrl-C."""
+    or a file that is not found, a --out that exists, too little GPU memory, Ctrl-C."""
     # Lines are out at once, and a character that cannot be written is a question mark.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.path.exists(args.out) and not args.resume:
@@ -736,7 +740,7 @@ def load_checkpoint(args, policy, parts):
     folder = Path(args.out, f"step-{start}")
     model = type(policy).from_pretrained(folder, dtype=torch.float32)
     policy.load_state_dict(model.state_dict())  # in place, as the optimiser holds these tensors
-    states = torch.load(folder / "optimizer.pt", map_location="cpu")  # no copy on the GPU
+    states = torch.load(folder / "optimizer.pt", map_location="cpu")  # not twice on the GPU
     for name, part in parts.items():
         part.load_state_dict(states[name])
     shutil.copy(folder / "metrics.jsonl", args.out)

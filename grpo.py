@@ -10,7 +10,7 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
 samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, so the mean gradient of
 k3 is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
 times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
@@ -109,7 +109,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
+    statistics: means over rows, tokens or steps (see common.means), and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

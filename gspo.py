@@ -10,7 +10,7 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the tokens before it, its mean over
+(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
 samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, so the mean gradient of
 k3 is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
 times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
@@ -82,8 +82,8 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     # The mean of the log w_it, because their sum grows with the length: one range fits all |o_i|.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if adv.shape[1] > 1:
-        # GSPO-token, where every token may have an advantage of its own. sg[x] is x as a constant.
-        # So s_it = sg[s_i] pi / sg[pi] has the value of s_i, but only the gradient of token t.
+        # adv (N, T): GSPO-token, where each token may have an advantage of its own. sg[x] is x as a
+        # constant. So s_it = sg[s_i] pi / sg[pi] has s_i's value, but only token t's gradient.
         ratio = ratio.detach() * (logp - logp.detach()).exp()              # (N, T) sg[s] pi/sg[pi]
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
@@ -127,7 +127,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
 
 def update(policy, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
+    statistics: means over rows, tokens or steps (see common.means), and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

@@ -172,7 +172,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
 
 def update(policy, critic, optimizers, rollout, args):
     """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics: means over rows that have a gradient, or over steps, and the largest ratio."""
+    statistics: means over rows, tokens or steps (see common.means), and the largest ratio."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import LOOKS, TINY, char_tokenizer, refused, sums, train, write_jsonl
+from conftest import LOOKS, TINY, char_tokenizer, refused, spy, sums, train, write_jsonl
 
 import common
 import grpo
@@ -60,38 +60,45 @@ def test_a_directory_gives_its_splits():
 @pytest.mark.parametrize("flags, words", [
     ("--question_column problem", "--question_column answer question"),
     ("--answer_column solution", "--answer_column answer question"),
-    ("--dataset empty.jsonl", "empty.jsonl no problems")])
+    ("--dataset empty.jsonl", "empty.jsonl no training problems"),
+    ("--eval_problems 0", "no held-out problems")])
 def test_columns_that_are_not_there_and_data_of_which_nothing_is_left_are_named(flags, words, capsys):
     write_jsonl("empty.jsonl", [{"question": str(i), "answer": ""} for i in range(30)])
     with refused(capsys, *words.split()):
         load(flags)
 
 def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
-    """Not by the answer, the order of the rows, the other rows or the seed: equal questions stay together."""
+    """Not by the answer, the order of the rows, other rows, the seed or the system prompt. Equal questions
+    stay together. A chat is a question as a whole."""
     rows = sums(200)
     write_jsonl("a.jsonl", rows + [row | {"answer": "another #### 1"} for row in rows[:100]])
     write_jsonl("b.jsonl", rows[::-2])
     a = [set(questions(part)) for part in load("--dataset a.jsonl --eval_problems 1000")]
-    b = [set(questions(part)) for part in load("--dataset b.jsonl --eval_problems 1000 --seed 7")]
+    flags = "--dataset b.jsonl --eval_problems 1000 --seed 7 --system_prompt Why"
+    b = [set(questions(part)) for part in load(flags)]
     assert not a[0] & a[1] and len(a[0] | a[1]) == 200 and 20 <= len(a[1]) <= 60
     half = set(questions(rows[::-2]))
     assert b == [a[0] & half, a[1] & half]
+    chats = [[turn("system", row["question"]), turn("user", "Solve it.")] for row in rows]
+    write_jsonl("chats.jsonl", [{"question": chat, "answer": "1"} for chat in chats])
+    assert 20 <= len(load("--dataset chats.jsonl --eval_problems 1000")[1]) <= 60
 
 def test_what_is_trained_on_is_never_held_out():
     """Not with one split of two given twice, either."""
     train, held_out = load(f"{splits_of(sums(60))} --eval_split train")
     assert train and held_out and not set(questions(train)) & set(questions(held_out))
 
-def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_seed():
-    """Runs of several seeds sit the same exam, not of the first problems, which may be the easy ones. As many
-    are asked as --eval_problems says, although some rows cannot be used."""
-    rows = sums(200)
-    unusable = [{"question": "?", "answer": ""}] * 50
-    flags = f"{splits_of(sums(20, start=300), rows + unusable)} --eval_problems 20"
-    exams = [questions(load(f"{flags} --seed {seed}")[1]) for seed in (0, 7)]
-    assert exams[0] == exams[1] and len(set(exams[0])) == 20 and set(exams[0]) <= set(questions(rows))
+def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_settings(monkeypatch):
+    """All runs sit the same exam, not of the first problems, which may be the easy ones. What one must
+    leave out changes none of the others. To save time no more are prepared than are asked."""
+    rows, prepared = sums(200), spy(monkeypatch, common, "prepare")
+    rows[77] = {"question": "?" * 90, "answer": "1"}
+    flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 100"
+    exams = [questions(load(f"{flags} {more}")[1]) for more in ("", "--seed 7", "--max_prompt_tokens 60")]
+    assert exams[0] == exams[1] and len(set(exams[0])) == 100 and set(exams[0]) <= set(questions(rows))
+    assert exams[2] == [question for question in exams[0] if question[0] != "?"]
     numbers = [questions(rows).index(question) for question in exams[0]]
-    assert 60 < sum(numbers) / 20 < 140
+    assert 80 < sum(numbers) / 100 < 120 and len(prepared[1].split) == 100
 
 def test_problems_keep_all_columns_which_may_have_other_names():
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "level": 3}
@@ -109,25 +116,22 @@ def test_rows_that_cannot_be_used_are_counted_and_left_out(capsys):
     rows += [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
     flags = f"{splits_of(rows)} --max_prompt_tokens 60"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    assert "11 problems; 8 " in capsys.readouterr().out
+    assert "11 training problems; 8 " in capsys.readouterr().out
 
-def test_of_too_many_rows_some_are_drawn_at_random():
+def test_of_too_many_rows_some_are_drawn_at_random(monkeypatch):
     """As Python objects, DAPO's 1.79 million rows took 16 GB."""
-    class Drawn(Exception):
-        pass
-    class Many:
-        column_names = ["question", "answer"]
+    class Many(datasets.Dataset):
+        drawn = []
         def __len__(self):
             return 1_000_000
         def select(self, rows):
-            raise Drawn(rows)
-    draws = []
+            self.drawn.append(rows)
+            return datasets.Dataset.from_list(sums(5))
     for _ in range(2):
-        with pytest.raises(Drawn) as drawn:
-            common.prepare(Many(), None, grpo.parse_args([]))
-        draws.append(drawn.value.args[0])
-    assert len(set(draws[0])) == 400_000 and draws[0] == draws[1]
-    assert max(draws[0]) > 900_000, "the first rows"
+        rows = Many(datasets.Dataset.from_list(sums(1)).data)
+        assert len(common.prepare(rows, char_tokenizer(), grpo.parse_args([]), "training")) == 5
+    assert len(set(Many.drawn[0])) == 400_000 and Many.drawn[0] == Many.drawn[1]
+    assert max(Many.drawn[0]) > 900_000, "the first rows"
 
 # ---- Answers ----
 
@@ -170,7 +174,7 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
     chats = [brief + alone, brief + alone, brief + talk, led]
     rows = [{"question": question, "answer": "#### 2"} for question in ["1 + 1?", alone, talk, led]]
     for row, chat in zip(rows, chats, strict=True):
-        problem, = common.prepare(datasets.Dataset.from_list([row]), tokenizer, args)
+        problem, = common.prepare(datasets.Dataset.from_list([row]), tokenizer, args, "training")
         own = [tokenizer.bos_token_id] * (look == "plain")
         own += tokenizer.convert_tokens_to_ids([*"".join(f"{turn['content']}\n" for turn in chat)])
         if tokenizer.chat_template:
@@ -184,7 +188,7 @@ def test_a_question_may_be_a_number_and_one_that_is_missing_is_left_out():
     tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     rows = [{"question": question, "answer": "1"} for question in (12, None)]
     args = grpo.parse_args(["--system_prompt", ""])
-    problem, = common.prepare(datasets.Dataset.from_list(rows), tokenizer, args)
+    problem, = common.prepare(datasets.Dataset.from_list(rows), tokenizer, args, "training")
     assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
@@ -204,16 +208,16 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
 def test_what_is_no_text_or_number_and_a_chat_that_holds_the_answer_are_refused(column, value, words, capsys):
     with refused(capsys, words):
         rows = datasets.Dataset.from_list([sums(1)[0] | {column: value}])
-        common.prepare(rows, char_tokenizer(), grpo.parse_args([]))
+        common.prepare(rows, char_tokenizer(), grpo.parse_args([]), "training")
 
 def test_a_tokenizer_that_does_not_know_the_questions_is_refused(capsys):
     """The toy, asked GSM8K, was trained on <unk><unk>... It may lack some of the characters."""
     known, unknown, args = sums(1)[0]["question"], "\u00e9" * 15, grpo.parse_args([])
-    rows = [{"question": question, "answer": "1"} for question in [unknown] * 9 + [known]]
+    rows = [{"question": question, "answer": "1"} for question in [known] + [unknown] * 9]
     with refused(capsys, "tokenizer knows", "--dataset"):
-        common.prepare(datasets.Dataset.from_list(rows), char_tokenizer(), args)
+        common.prepare(datasets.Dataset.from_list(rows), char_tokenizer(), args, "training")
     few = [{"question": "\u00e9" * i + known, "answer": "1"} for i in range(1, 9)]
-    assert len(common.prepare(datasets.Dataset.from_list(few), char_tokenizer(), args)) == 8
+    assert len(common.prepare(datasets.Dataset.from_list(few), char_tokenizer(), args, "training")) == 8
 
 # ---- Rewards ----
 

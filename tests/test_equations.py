@@ -79,11 +79,13 @@ def test_2_ratio_of_a_token_or_of_a_completion(script, J, push):
 def test_2_gspo_token_has_an_advantage_for_every_token():
     """--token_level is the paper's GSPO-token, in which every token may have an advantage A_t of its own. The
     ratio s_t of a token has the value of s, but only log pi_t has a gradient in it. So the push is s A_t/3,
-    and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO."""
+    and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO. Of two equal tokens
+    each has the ratio s = w, and the pushes are w A_t/2."""
     found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]])
     near(found, (0, [[0.368403, 0, -0.368403]]))
     found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]])
     near(found, objective(gspo, WIDE, *COMPLETION, [[2]]))
+    near(objective(gspo, WIDE, [[0.5, 0.5]], [[0.4, 0.4]], [[2, 1]]), (1.25 * 1.5, [[1.25, 0.625]]))
 
 # --- (3) clip
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])

@@ -216,7 +216,7 @@ def test_replayed_graphs_write_what_single_calls_do(family, config, dtype, monke
 
 @pytest.mark.parametrize("S, group_size", [(1, 1), (1, 2), (3, 1)])
 def test_short_prompts_are_read_and_not_recorded(S, group_size, monkeypatch):
-    """A prompt of one token looks like a token, and as many rows as prompts like a group that stayed whole."""
+    """A prompt of one token looks like a token, and as many rows as prompts like a whole group."""
     model, rollouts, graphs = tiny_model(seed=3), [], []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Graph()) or graphs[-1])
     monkeypatch.setattr(torch.cuda, "graph", Recording)

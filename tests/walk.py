@@ -135,7 +135,7 @@ def screens(seen, colour):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        description=__doc__, formatter_class=common.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--script", default="grpo", help="grpo, gspo, ppo or your own")
     parser.add_argument("--after", type=int, default=4, help="steps before the one shown")
     own, flags = parser.parse_known_args(argv)

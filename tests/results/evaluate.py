@@ -49,7 +49,7 @@ def main(args, n, file):
     """Print one line of JSON: [mean, standard error] for each quantity."""
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     policy, tokenizer = common.load_policy(args)
-    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args)
+    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args, "held-out")
     problems.sort(key=lambda problem: len(problem["prompt"]))  # as attempts sorts them
     torch.manual_seed(args.seed)
     several = [problem for problem in problems for _ in range(n)]

@@ -285,7 +285,8 @@ add(group, "old log-probs rounded to bfloat16", "gspo",
     (OLD, OLD + ".bfloat16().float()"),
     test="test_every_script.py::test_old_and_new_log_probs_are_equal_before_the_first_update")
 add(group, "logits rounded to bfloat16", "grpo",
-    ("common", "head(scale * hidden.to(head.weight.dtype))", "head(scale * hidden.to(head.weight.dtype)).bfloat16().float()"),
+    ("common", "head(scale * hidden.to(head.weight.dtype))",
+     "head(scale * hidden.to(head.weight.dtype)).bfloat16().float()"),
     test="test_logprobs.py::test_logits_are_not_rounded_in_bfloat16")
 add(group, "the sampler in bfloat16", "grpo",
     ("common", 'getattr(torch, args.dtype), enabled=args.dtype != "float32"):\n        tokens',
@@ -298,7 +299,7 @@ add(group, "gradients added up in bfloat16", "grpo",
 
 group = "Evaluation and statistics"
 add(group, "evaluated on what was trained on", "grpo",
-    ("common", "sample(held_out, len(held_out))", "sample(train, len(train))"),
+    ("common", "held_out = held_out.select", "held_out = train.select"),
     test="test_data.py::test_what_is_trained_on_is_never_held_out")
 add(group, "entropy averaged over the padding", "grpo",
     ("common", '-(rollout["sampled_logp"] * mask).sum() / mask.sum()', '-rollout["sampled_logp"].mean()'),
@@ -463,7 +464,7 @@ def train(mistake, seed, out, steps=None):
         args.model = str(out / "run" / f"step-{args.steps}")
         policy, tokenizer = common.load_policy(args)
         held_out = common.read_dataset(common.TOY)["test"]
-        problems = common.prepare(held_out.select(range(EXAM)), tokenizer, args)
+        problems = common.prepare(held_out.select(range(EXAM)), tokenizer, args, "graded")
         answers = common.attempts(
             policy, tokenizer, problems, common.answer_reward, args.temperature, args)
         row["accuracy"] = statistics.fmean(answer["right"] for answer in answers)

@@ -46,7 +46,7 @@ def main(args):
     split = common.read_dataset(args.dataset)[args.split]
     if "solution" not in split.column_names:
         sys.exit(f'--dataset {args.dataset}: no column "solution", there are {", ".join(split.column_names)}')
-    problems = common.prepare(split, tokenizer, args)
+    problems = common.prepare(split, tokenizer, args, "training")
     problems = random.Random(args.seed).sample(problems, len(problems))
     batches, size = [], min(args.prompts, len(problems))
     for start in range(0, len(problems) - size + 1, size):  # what is left over fills no batch

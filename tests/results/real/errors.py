@@ -37,7 +37,7 @@ def read(text):
 def main(args):
     """Print one line of JSON."""
     policy, tokenizer = common.load_policy(args)
-    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args)
+    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args, "held-out")
     problems = random.Random(0).sample(problems, min(args.eval_problems, len(problems)))
     prompts = [problem["prompt"] for problem in problems]
     texts = common.generate(policy, tokenizer, prompts, 1, 0.0, args)["texts"]
