@@ -711,6 +711,7 @@ def main():
     tests, out = sorted({mistake.test for mistake in chosen if mistake.test}), work / "tests"
     if quietly(run_tests, out, chosen[0]._replace(edits=[]), tests, out / "tree"):
         sys.exit(f"A test fails without any mistake:\n{(out / 'words').read_text()}")
+    shutil.rmtree(out)  # pytest would find its tests
     red = {mistake.name: turns_red(mistake, work) for mistake in chosen if mistake.test}
     for name, is_red in red.items():
         print("red" if is_red else "NOT RED", name)
