@@ -521,7 +521,7 @@ def rewards_of(reward, problems, rollout):
     paid = list(reward(problems, texts, **more))
     for i, (problem, text, r) in enumerate(zip(problems, texts, paid, strict=True)):
         if r is None or not math.isfinite(r):
-            sys.exit(f"the reward of row {i} is {r}, of {problem['question']!r}, {text!r}")
+            sys.exit(f"the reward function paid {r} for row {i}: {problem['question']!r}, {text!r}")
     return torch.tensor([float(r) for r in paid], device=rollout["ids"].device)
 
 # ---- Grading ----
@@ -645,7 +645,7 @@ def make_parser(script, doc):
     add("--model", help="directory or hub name; without it the toy is trained, by own settings")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or hub name")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; if there is one, a fifth of it")
+    add("--eval_split", default="test", help="split to evaluate on; of a lone split, a fifth")
     add("--question_column", default="question", help="with the question, a text or messages")
     add("--answer_column", default="answer", help='with the gold answer; "" if rewards need none')
     add("--system_prompt", default=INSTRUCTION, help="put first in a chat that has none")
@@ -804,7 +804,7 @@ class RecordedReader(Reader):
                 recorded.copy_(new)
             self.graph.replay()  # writes self.hidden
             return self.hidden
-        # The first token; or rows were dropped, and an old graph knows no tensor of the new cache.
+        # This is the first token, or rows were dropped: there is no graph for this cache.
         self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
         self.inputs = [new.clone() for new in inputs]
         # This call is not recorded: a library may allocate memory when it is called first.

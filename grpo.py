@@ -129,7 +129,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
+    # pi_ref is copied before load_checkpoint puts the weights of a resumed run into the policy.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.

@@ -17,9 +17,9 @@ times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/result
 both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The four minibatches are the paper's, and in float32 the clip range, too. "For brevity" it has no
-KL, so --beta is 0. The min is the same for every t: the mean over t is for KL_it and --token_level,
-which is GSPO-token (equations 13, 14). s_i is no importance weight: the product of the w_it is.
+0. The four minibatches are the paper's, and in float32 the clip range, too. The paper prints J
+without a KL, so --beta is 0. The min is the same for every t: the mean over t is for KL_it and for
+GSPO-token (--token_level, equations 13, 14). s_i says how far a token has moved on average.
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -147,7 +147,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
+    # pi_ref is copied before load_checkpoint puts the weights of a resumed run into the policy.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.

@@ -198,7 +198,7 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     critic = make_critic(policy)
-    # Copied before load_checkpoint: pi_ref is the model before training, also with --resume.
+    # pi_ref is copied before load_checkpoint puts the weights of a resumed run into the policy.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     # The eps of Adam is that of Huang et al.
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),

@@ -238,12 +238,12 @@ def test_a_reward_with_three_parameters_gets_the_rollout_in_training_and_evaluat
     assert [len(rewards) for rewards in paid] == [2, 4, 2] and "eval_accuracy" not in held_out
 
 @pytest.mark.parametrize("given, words", [
-    ([0.5, float("nan"), 1, 1], ["row 1 is nan", "'1+1?'", "'b'"]),
-    ([1, 1, 1, 1e999], ["row 3 is inf", "'2+2?'", "'d'"]),
-    ([0, 0, None, 0], ["row 2 is None", "'2+2?'", "'c'"])])
+    ([0.5, float("nan"), 1, 1], ["nan for row 1", "'1+1?'", "'b'"]),
+    ([1, 1, 1, 1e999], ["inf for row 3", "'2+2?'", "'d'"]),
+    ([0, 0, None, 0], ["None for row 2", "'2+2?'", "'c'"])])
 def test_what_a_reward_function_returned_wrongly_is_shown(given, words, capsys):
     problems = [{"question": "1+1?"}, {"question": "2+2?"}]
-    with refused(capsys, "the reward of", *words):
+    with refused(capsys, "the reward function paid", *words):
         common.rewards_of(lambda problems, completions: given, problems, rollout(*"abcd"))
 
 @pytest.mark.parametrize("count", [1, 3, 5])
