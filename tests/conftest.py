@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHE.name}  # no network; the user's cache stays as it is
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("tools", "vectors"))]
 import pytest, tokenizers, torch, transformers  # noqa: E401, E402
 
 import common  # noqa: E402

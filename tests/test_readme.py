@@ -1,11 +1,12 @@
 """The README's numbers, computed by the scripts' own functions; its names, commands and examples. The same
-for tests/results/README.md (SECOND), tests/results/using.md (USING) and tests/forks/README.md (FORKS)."""
+for tests/results/README.md (SECOND), tests/manual/README.md (USING) and tests/forks/README.md (FORKS)."""
 import collections
 import csv
 import re
 import shlex
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ import ppo
 import test_equations
 
 README, SECOND, USING, FORKS = ((ROOT / path).read_text(encoding="utf-8") for path in (
-    "README.md", "tests/results/README.md", "tests/results/using.md", "tests/forks/README.md"))
+    "README.md", "tests/results/README.md", "tests/manual/README.md", "tests/forks/README.md"))
+
+PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
 
 def table(text, start):
     """The rows below the header that starts so, as lists of cells."""
@@ -212,7 +215,7 @@ def test_the_table_of_symbols():
 def test_the_ranges_of_the_logged_numbers():
     """ "a to b" are means of the first and last step over five seeds, "below c" all steps of all runs."""
     logged = collections.defaultdict(list)
-    with (ROOT / "tests" / "results" / "toy.csv").open() as file:
+    with (ROOT / "tests" / "results" / "toy" / "toy.csv").open() as file:
         for row in csv.DictReader(file):
             for name in row.keys() - {"run", "seed", "step"}:
                 if row[name]:
@@ -241,25 +244,32 @@ def test_changed_lines_of_the_forks():
                for path in (ROOT / "tests" / "forks").glob("*.patch")}
     assert {row[0].strip("`"): int(row[3]) for row in table(FORKS, "| fork |")} == changed
 
-@pytest.mark.parametrize("folder, text", [
-    ("", README), ("tests/results", SECOND), ("tests/results", USING), ("tests/forks", FORKS)])
-def test_names_and_commands(folder, text):
-    """Functions, tests, files and flags that the texts name are there; sections that they link to, too. In
-    commands --device is left out, and --resume, which needs a run."""
+@pytest.mark.parametrize("page", [
+    page for page in PAGES if page.name == "README.md" and page.parent.name != "real"], ids=str)
+def test_names_and_commands(page):
+    """Functions, tests, files and flags that the pages name are there. In commands --device is left out, and
+    --resume, which needs a run."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     assert all(hasattr(test_equations, name) for name in re.findall(r"`(test_[1-5]_\w+)`", text))
     for script, name in re.findall(r"`(common|grpo|gspo|ppo)\.(?!py)(\w+)", text):
         assert hasattr(sys.modules[script], name), name
     for name, flags in re.findall(r"python (ppo|grpo|gspo)\.py([^`#&|>;\n]*)", text.replace("\\\n", " ")):
-        sys.modules[name].parse_args(shlex.split(re.sub(r"--(device \S+|resume|\w+ \$lr)", "", flags)))
+        sys.modules[name].parse_args(shlex.split(re.sub(r"--(device \S+|resume|\w+ (\$\w+|[A-Z]\b))", "", flags)))
     programs = [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/forks/*.patch")]
     sources = "".join(path.read_text(encoding="utf-8") for path in programs)
     flags = set(re.findall(r'add\w*\(\s*"--([a-z]\w+)', sources)) | {"help", "nproc_per_node", "standalone"}
     assert not set(re.findall(r"`[^`\n]*?--(?:no-)?([a-z]\w+)", text)) - flags
     for path in re.findall(r"`(tests/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links(page):
+    """Every page, file and section that a page links to is there."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]*))?\)", text):
-        target = (ROOT / folder / link).read_bytes() if link else text.encode()
-        titles = re.findall(r"^#+ (.*)$", target.decode(errors="ignore"), re.M)
+        target = ROOT / page.parent / link if link else ROOT / page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M) if anchor else []
         anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
         assert not anchor or anchor in anchors, anchor
 

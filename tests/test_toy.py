@@ -38,7 +38,6 @@ def test_make_py_makes_these_problems(monkeypatch):
 def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch):
     """With the end of sequence, or the model that RL starts from would never end one. Six rows are fewer than
     --prompts 16: they were not trained."""
-    monkeypatch.syspath_prepend(ROOT / "tests" / "results")
     import sft
     calls, rows = spy(monkeypatch, sft, "train"), sums(6)
     write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in rows])

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parents[1]), str(HERE.parent / "results")]  # the root of the repository; sft.py
+sys.path += [str(HERE.parents[1]), str(HERE.parent / "tools")]  # the root of the repository; sft.py
 import common  # noqa: E402
 import grpo  # noqa: E402
 import sft  # noqa: E402

@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer beside grpo.py: the control of README.md, and the race that tests/bench.py runs.
+"""TRL's GRPOTrainer beside grpo.py: the control of README.md, and the race that tests/tools/bench.py runs.
 
     pip install trl
     python tests/results/real/beside_trl.py runs/sft runs/data/problems runs/trl 40
 
 Trains a model on problems for 40 steps, with the settings of grpo.py in README.md. Writes metrics to
-runs/trl/metrics.jsonl and the model to runs/trl/step-40, for tests/results/evaluate.py. The reward is ours;
+runs/trl/metrics.jsonl and the model to runs/trl/step-40, for tests/tools/evaluate.py. The reward is ours;
 TRL draws the problems in another order.
 """
 import contextlib

@@ -2,7 +2,7 @@
 
     python tests/results/real/errors.py --model runs/grpo/step-100 --dataset runs/data/problems
 
-The flags are those of tests/results/evaluate.py. Prints shares of the greedy answers to 200 problems: those
+The flags are those of tests/tools/evaluate.py. Prints shares of the greedy answers to 200 problems: those
 that write an equation `a + b = c`; the gold one (a and b may change places where the order does not
 matter); one that is true; and both, which is a right answer. Last, the share of problems that 8 samples solve
 at least once, and every time.

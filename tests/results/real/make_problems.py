@@ -5,7 +5,7 @@
 
 Writes into the second directory, each row with "question", "answer" and "solution", such as
 "27 * 16 = 432\\n#### 432":
-    warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/results/sft.py
+    warmup.jsonl          600 problems of MAWPS and ASDiv-A, for tests/tools/sft.py
     problems/test.jsonl   400 others of them, held out
     problems/train.jsonl  the rest, 748, for RL
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for

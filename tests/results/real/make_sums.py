@@ -4,7 +4,7 @@
 
 Writes into the directory, each row with "question", "answer" and "solution", such as
 "42 + 17 = 59\\n#### 59":
-    warmup.jsonl          112 problems, for tests/results/sft.py
+    warmup.jsonl          112 problems, for tests/tools/sft.py
     problems/test.jsonl   2,000 others, held out
     problems/train.jsonl  10,000 others, for RL
 Every a plus b and a minus b with a and b from 0 to 99 whose result is 0 or more: 15,050 problems, of which

@@ -1,8 +1,8 @@
 """How fast a GRPO step is, part by part.
 
-    python tests/bench.py                      a model of a million weights, on a laptop's CPU
-    python tests/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
-    python tests/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own model and problems
+    python tests/tools/bench.py                      a model of a million weights, on a laptop's CPU
+    python tests/tools/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
+    python tests/tools/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own model and problems
 
 Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
 
@@ -36,7 +36,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common  # noqa: E402
 import grpo  # noqa: E402
 

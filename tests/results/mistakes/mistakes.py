@@ -1,9 +1,9 @@
 """What the curve does not show: plant one mistake at a time in the scripts, train the toy, and look.
 
     pip install matplotlib
-    python tests/results/mistakes.py                        all runs, the table, the page and the picture
-    python tests/results/mistakes.py --only "no baseline"   one mistake: trains it and prints its row
-    python tests/results/mistakes.py --tests                with each mistake planted, its test must fail
+    python tests/results/mistakes/mistakes.py                        all runs, the table, the page and the picture
+    python tests/results/mistakes/mistakes.py --only "no baseline"   one mistake: trains it and prints its row
+    python tests/results/mistakes/mistakes.py --tests                with each mistake planted, its test must fail
 
 A mistake is a few words of the code that are replaced by others. Each is trained with three seeds, in a copy
 of the scripts, beside the sound code with the same flags and seeds. Then the sound code grades all of them:
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import pandas
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 SCRIPTS = ["common", "grpo", "gspo", "ppo"]
 SEEDS = range(3)
 EXAM = 2000  # held-out problems
@@ -645,7 +645,7 @@ def counts(table):
             "accuracy higher than seeds explain": sum(line["differs"] > 0 for line in trained)}
 
 def page(table):
-    """The part of mistakes.md that is written from the table: counts, then a table for each group."""
+    """The part of README.md that is written from the table: counts, then a table for each group."""
     lines = {line["name"]: line for line in table}
     text = ["| | mistakes |", "|---|---|"]
     text += [*(f"| {what} | {count} |" for what, count in counts(table).items()), ""]
@@ -731,7 +731,7 @@ def main():
         print(json.dumps(table[0], indent=1))
         return
     pandas.DataFrame(table).to_csv(HERE / "mistakes.csv", index=False, float_format="%.5g")
-    path = HERE / "mistakes.md"
+    path = HERE / "README.md"
     text = path.read_text(encoding="utf-8").partition(MARK)[0]
     path.write_text(text + MARK + page(read_table(HERE / "mistakes.csv")), encoding="utf-8")
     draw(runs, sound, HERE / "mistakes.png")

@@ -1,6 +1,6 @@
 """How far do the ratios of tokens and of sequences move because a mixture of experts chose other experts?
 
-    python tests/results/moe.py --out runs/moe    make the model, unless it is there; measure it and the toy
+    python tests/results/toy/moe.py --out runs/moe    make the model, unless it is there; measure it and the toy
 
 The model is the toy, warmed up as in tests/toy/make.py, but a Qwen3-MoE: in place of each MLP it has 8
 experts of half the width, and a router picks 2 of them for each token. Measured is what a step of grpo.py
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "toy"))
 import make  # noqa: E402  it puts the root of the repository on the path
 import common  # noqa: E402
 import grpo  # noqa: E402

@@ -1,8 +1,8 @@
 """Draw the curves of runs.
 
     pip install matplotlib
-    python tests/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
-    python tests/plot.py tests/results/toy.csv --out toy.png
+    python tests/tools/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
+    python tests/tools/plot.py tests/results/toy/toy.csv --out toy.png
 
 A run is a directory with a metrics.jsonl, that file itself, or rows of a .csv with the columns run, seed,
 step and numbers. Runs that differ only in the seed, the -seed0 or -s0 at the end of a directory's name, are

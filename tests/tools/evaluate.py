@@ -1,8 +1,8 @@
 """The accuracy of a model on all problems of a split, and how much better it is than another model.
 
     FLAGS=(--dataset svamp.jsonl --split train --compare exam.jsonl)
-    python tests/results/evaluate.py --model runs/sft "${FLAGS[@]}"
-    python tests/results/evaluate.py --model runs/grpo/step-100 "${FLAGS[@]}"
+    python tests/tools/evaluate.py --model runs/sft "${FLAGS[@]}"
+    python tests/tools/evaluate.py --model runs/grpo/step-100 "${FLAGS[@]}"
 
 Each command adds a line to exam.jsonl, with what the model got right. The second one also prints by how
 much its model is better than the first model of the file. The difference is taken problem by problem. So its

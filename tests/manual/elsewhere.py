@@ -3,9 +3,9 @@
     pip install trl==1.16.0
     pip install --no-deps verl==0.9.1
     pip install ray tensordict omegaconf hydra-core codetiming orjson pillow
-    python tests/results/elsewhere.py
+    python tests/manual/elsewhere.py
 
-First come the engines' own loss functions on the log-probs of tests/vectors.json; without verl its rows are
+First come the engines' own loss functions on the log-probs of tests/vectors/vectors.json; without verl its rows are
 left out. Then TRL's own train() runs beside our collect and update, on one rollout of the toy.
 """
 import contextlib
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import common, grpo, gspo  # noqa: E401, E402
 
-VECTORS = json.loads((ROOT / "tests/vectors.json").read_text(encoding="utf-8"))
+VECTORS = json.loads((ROOT / "tests/vectors/vectors.json").read_text(encoding="utf-8"))
 BATCH, CASES = VECTORS["batch"], {case["name"]: case for case in VECTORS["policy_losses"]}
 N, T, G = len(BATCH["lengths"]), max(BATCH["lengths"]), BATCH["group_size"]
 MASK = (torch.arange(T) < torch.tensor(BATCH["lengths"])[:, None]).double()

@@ -1,7 +1,7 @@
 """Draw how hard PPO, GRPO and GSPO push the tokens of one rollout of the toy: a picture of README.md.
 
     pip install matplotlib
-    python tests/results/pushes.py pushes.png
+    python tests/results/toy/pushes.py pushes.png
 """
 import copy
 import inspect
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import common, grpo, gspo, ppo  # noqa: E401, E402
 
 KINDS = {(True, True): "worked out, right", (True, False): "guessed, right",

@@ -1,7 +1,7 @@
 """The equations of ppo.py, grpo.py and gspo.py in plain loops over numbers. They made vectors.json.
 
-    python tests/check_vectors.py            computes vectors.json again, and compares
-    python tests/check_vectors.py --write    writes what it computes into vectors.json
+    python tests/vectors/check_vectors.py            computes vectors.json again, and compares
+    python tests/vectors/check_vectors.py --write    writes what it computes into vectors.json
 
 vectors.json has a batch, which was drawn at random once, and cases, which name their settings. All else comes
 from the loops. So to add a case, write its settings into the file and run the second command.

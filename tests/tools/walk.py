@@ -1,6 +1,6 @@
 """Watch one training step in the terminal: rewards, pushes, log-probs, and new samples.
 
-    python tests/walk.py --script ppo --after 8
+    python tests/tools/walk.py --script ppo --after 8
 
 --script names a script at the top level: grpo, gspo, ppo, or a copy of your own. All its flags are known. Its
 main, collect, update and policy_loss do the work. This program looks on, and it writes no files. The colour
@@ -12,11 +12,12 @@ import inspect
 import os
 import sys
 import textwrap
+from pathlib import Path
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the root
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root
 import common  # noqa: E402
 
 SHADES = {"+": (189, 153, 111, 75, 69), "-": (224, 217, 210, 203, 167), ".": [248]}  # of the terminal's 256

@@ -27,7 +27,7 @@ import common
 pytestmark = pytest.mark.slow
 PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 OBJECTIVES = sorted(PATCHES.keys() - {"torchrun", "tool", "opd"})  # they have tests of their own
-OURS = ["entropy", "format_reward", "lora", "reinforce_pp", "spo", "tpo"]  # not in tests/vectors.json
+OURS = ["entropy", "format_reward", "lora", "reinforce_pp", "spo", "tpo"]  # not in tests/vectors/vectors.json
 OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
 LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
 

@@ -1,7 +1,7 @@
-"""Draw what tests/walk.py prints in a terminal: the picture of README.md. Flags go to walk.py.
+"""Draw what tests/tools/walk.py prints in a terminal: the picture of README.md. Flags go to walk.py.
 
     pip install matplotlib
-    python tests/results/walk_picture.py walk.png --script grpo
+    python tests/results/toy/walk_picture.py walk.png --script grpo
 """
 import contextlib
 import io
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import walk  # noqa: E402
 
 SHOWN = 2, 3  # what is printed before the first title is 0: these are the pushes and the log-probs

@@ -1,7 +1,7 @@
 """Make the runs of the toy again, their pictures and their tables: about an hour on two cores.
 
     pip install matplotlib
-    python tests/results/run_all.py --work runs/results --jobs 2
+    python tests/results/toy/run_all.py --work runs/results --jobs 2
 
 Each run is a process in --work; what is there already is not made again, so that a stopped program goes on.
 At the end the rows go into this folder, the pictures are drawn, and numbers of the tables are printed:
@@ -20,8 +20,8 @@ from pathlib import Path
 import pandas
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+ROOT = HERE.parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
 import plot  # noqa: E402
 
 FORKS = "rloo dr_grpo cispo sapo gmpo dapo tpo reinforce_pp entropy format_reward".split()
@@ -141,11 +141,11 @@ def main():
     questions = {name: read(work, names, 3) for name, names in QUESTIONS.items()}
     for name, table in questions.items():
         table = table[["run", "seed", "step", "eval_sampled_accuracy"]].dropna()
-        write(HERE / "questions" / f"{name}.csv", table)
-    draw = [sys.executable, ROOT / "tests" / "plot.py"]
+        write(HERE.parent / "questions" / f"{name}.csv", table)
+    draw = [sys.executable, ROOT / "tests" / "tools" / "plot.py"]
     subprocess.run([*draw, HERE / "toy.csv", "--out", HERE / "toy.png"], check=True)
-    subprocess.run([*draw, *(HERE / "questions" / f"{name}.csv" for name in QUESTIONS), "--logit",
-                    "--of", "eval_sampled_accuracy", "--out", HERE / "questions.png"], check=True)
+    subprocess.run([*draw, *(HERE.parent / "questions" / f"{name}.csv" for name in QUESTIONS), "--logit",
+                    "--of", "eval_sampled_accuracy", "--out", HERE.parent / "questions" / "questions.png"], check=True)
     subprocess.run([sys.executable, HERE / "pushes.py", HERE / "pushes.png"], check=True)
 
     print("\n| run | sampled | greedy | length | clipped | largest ratio | last KL | explained, 2 to 4 |")

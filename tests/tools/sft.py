@@ -1,6 +1,6 @@
 """Supervised training on given completions: the warm-up before RL, of a real model and of the toy.
 
-    python tests/results/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
+    python tests/tools/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
 
 --dataset has rows with "question", "answer" and "solution", the completion to learn. All flags of grpo.py are
 known; prompts are made as there, so that RL goes on with the very same ones.

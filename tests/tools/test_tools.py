@@ -17,7 +17,7 @@ from conftest import ROOT, settings
 import grpo
 
 RESULTS = ROOT / "tests" / "results"
-sys.path.insert(0, str(RESULTS))
+sys.path += [str(RESULTS / "mistakes"), str(RESULTS / "toy")]
 import evaluate, mistakes, pushes  # noqa: E401, E402
 
 # ---- bench.py
@@ -65,8 +65,8 @@ def test_every_mistake_is_planted_in_code_that_still_compiles(tmp_path):
         assert mistake.choice or f"\ndef {test}(" in tests[file], mistake.name
 
 def test_the_page_says_what_the_table_says():
-    lines = mistakes.read_table(RESULTS / "mistakes.csv")
-    page = (RESULTS / "mistakes.md").read_text(encoding="utf-8")
+    lines = mistakes.read_table(RESULTS / "mistakes" / "mistakes.csv")
+    page = (RESULTS / "mistakes" / "README.md").read_text(encoding="utf-8")
     assert page.partition(mistakes.MARK)[2] == mistakes.page(lines)
     assert [line["name"] for line in lines] == [mistake.name for mistake in mistakes.MISTAKES]
 

@@ -1,6 +1,6 @@
 """Read in the terminal what a run sampled: its completions, question by question.
 
-    python tests/read.py runs/grpo-1125-093000-4711 --step 20 --limit 2
+    python tests/tools/read.py runs/grpo-1125-093000-4711 --step 20 --limit 2
 
 Questions whose completions were paid differently come first: a step learns from them. Of each you see the
 best completion, then the worst, the second best, and so on. In a pipe or with NO_COLOR there is no colour.

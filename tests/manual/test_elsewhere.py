@@ -1,4 +1,4 @@
-"""tests/results/elsewhere.md: where TRL or verl is installed, it still computes what the page says. A release
+"""tests/manual/elsewhere.md: where TRL or verl is installed, it still computes what the page says. A release
 that changes a default, or a loss, fails here."""
 import sys
 
@@ -10,7 +10,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def page():
     pytest.importorskip("trl")
-    sys.path.insert(0, str(ROOT / "tests" / "results"))
     import elsewhere
     return elsewhere
 

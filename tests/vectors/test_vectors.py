@@ -1,4 +1,4 @@
-"""tests/vectors.json, which tests an implementation in another language: check_vectors.py makes it, and our
+"""tests/vectors/vectors.json, which tests an implementation in another language: check_vectors.py makes it, and our
 scripts and forks say the same. Their own collect and update run here, but a model is a table, (N, 9), of
 log-probs or of values. It has junk in the padding and, if the mask has holes, between the tokens."""
 import importlib
