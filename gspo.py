@@ -22,7 +22,9 @@ without a KL, so --beta is 0. The min is the same for every t: the mean over t i
 GSPO-token (--token_level, equations 13, 14). s_i says how far a token has moved on average.
 
     python gspo.py                                                             on a laptop
-    python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
+    python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
+
+We had no GPU: the memory is counted on an emulated one (tests/manual/README.md).
 
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
@@ -99,6 +101,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
+    # The logged loss is a mean over the completions that are computed, not over all N.
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -106,10 +109,9 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
-    prompts = [problem["prompt"] for problem in problems]                  # 1. sample
-    rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)
-    rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
+    rollout = common.generate(                                             # 1. sample
+        policy, tokenizer, problems, args.group_size, args.temperature, args)
+    rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
@@ -144,17 +146,18 @@ def update(policy, optimizers, rollout, args):
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
+    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     # pi_ref is copied before load_checkpoint puts the weights of a resumed run into the policy.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
-    optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
+    optimizers = {"policy": common.Optimizer(policy, args.lr, args)}  # a dict, as ppo.py has two
     # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
     parts = dict(optimizers)
     if args.ref_every:
         parts["reference"] = reference
-    start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
+    start = common.load_checkpoint(args.out, policy, parts)  # 0 unless --resume
     if start == 0:
         common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
@@ -162,7 +165,7 @@ def main(args):
         step_start = time.perf_counter()
         if args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
-        batch = common.batch_of(problems, step, args)                      # P problems
+        batch = common.batch_of(problems, step, args.prompts, args.seed)   # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
         stats |= update(policy, optimizers, rollout, args)                 # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
@@ -171,9 +174,9 @@ def main(args):
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
             # This difference is rounding. In an update, rounding moves log s by about as much.
             print("warning: rounding moves s further than --eps_low: raise both eps")
-        common.log(args, step, stats, batch, rollout)
+        common.log(args, step, stats, rollout)
         if step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(args, step, tokenizer, policy, parts)
+            common.save_checkpoint(args.out, step, tokenizer, policy, parts)
 
 if __name__ == "__main__":
-    common.launch(main, parse_args())
+    main(parse_args())

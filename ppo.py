@@ -29,6 +29,8 @@ PPO averages over the tokens of a completion first, as we do (arXiv 2402.03300, 
     python ppo.py                                                             on a laptop
     python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
 
+We had no GPU: the memory is counted on an emulated one (tests/manual/README.md).
+
 Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
 """
 import argparse
@@ -53,14 +55,13 @@ def parse_args(argv=None):
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=float, default=0.1,
-        help="weight of (5); 0 freezes V; Adam divides it out, so its size matters less")
+        help="weight of (5); 0 freezes V; else Adam divides it out, only --max_grad_norm sees it")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
         help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
-    args = common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
-    return args
+    return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
 
 def make_critic(policy):
     """Make the value model V: a copy of the policy's body with a scalar head, which starts at 0."""
@@ -73,7 +74,8 @@ def make_critic(policy):
 
 def token_values(critic, batch, args):
     """Compute V before each completion token, (N, T) float32; as common.token_logprobs does."""
-    index, hidden, _ = common.completion_states(critic, batch, args)  # critic.base_model is critic
+    # completion_states asks for the .base_model: the critic is a bare body, so that is itself.
+    index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
@@ -85,6 +87,7 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
+    # The last token of the mask is the first place where the count of its tokens is full.
     last = mask.cumsum(1).argmax(1, keepdim=True)                          # (N, 1)
     return rewards.scatter_add(1, last, reward[:, None])
 
@@ -132,6 +135,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
+    # The logged loss is a mean over the completions that are computed, not over all N.
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -148,10 +152,9 @@ def value_loss(values, old_values, returns, mask, eps_value):
 @torch.no_grad()
 def collect(policy, critic, reference, tokenizer, problems, reward, args):
     """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
-    prompts = [problem["prompt"] for problem in problems]                  # 1. sample
-    rollout = common.generate(
-        policy, tokenizer, prompts, args.group_size, args.temperature, args)
-    rollout["rewards"] = common.rewards_of(reward, problems, rollout)      # 2. reward: (N,)
+    rollout = common.generate(                                             # 1. sample
+        policy, tokenizer, problems, args.group_size, args.temperature, args)
+    rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
     # 3. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
     rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
     if reference is not None:
@@ -194,6 +197,7 @@ def update(policy, critic, optimizers, rollout, args):
 
 def main(args):
     """Load, then {collect, update, evaluate, log, save} until --steps."""
+    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
@@ -204,21 +208,21 @@ def main(args):
     optimizers = {"policy": common.Optimizer(policy, args.lr, args, eps=1e-5),
                   "critic": common.Optimizer(critic, args.value_lr, args, eps=1e-5)}
     parts = optimizers | {"V": critic}  # what a checkpoint has besides the policy
-    start = common.load_checkpoint(args, policy, parts)  # 0 unless --resume
+    start = common.load_checkpoint(args.out, policy, parts)  # 0 unless --resume
     if start == 0:
         common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
         step_start = time.perf_counter()
-        batch = common.batch_of(problems, step, args)                      # P problems
+        batch = common.batch_of(problems, step, args.prompts, args.seed)   # P problems
         rollout, stats = collect(policy, critic, reference, tokenizer, batch, reward, args)
         stats |= update(policy, critic, optimizers, rollout, args)         # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
-        common.log(args, step, stats, batch, rollout)
+        common.log(args, step, stats, rollout)
         if step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(args, step, tokenizer, policy, parts)
+            common.save_checkpoint(args.out, step, tokenizer, policy, parts)
 
 if __name__ == "__main__":
-    common.launch(main, parse_args())
+    main(parse_args())

@@ -1,4 +1,4 @@
-"""Shared by all tests: the repository on the path, settings, gradients, tiny models, rows, whole runs."""
+"""Shared by the tests: each part says by which."""
 import contextlib
 import inspect
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHE.name}  # no network; the user's cache stays as it is
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("tools", "vectors"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("tools", "vectors", "forks"))]
 import pytest, tokenizers, torch, transformers  # noqa: E401, E402
 
 import common  # noqa: E402
@@ -24,41 +24,15 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: run with -m slow")
     config.option.markexpr = config.option.markexpr or "not slow"
 
-@pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
-def family(request):
-    return request.param
+# ---- All tests ----
 
 def settings(script, **changes):
-    """The script's defaults for the toy on a CPU in float32, but for `changes`."""
+    """The script's defaults for the toy on a CPU in float32, but for a copy's TEST_FLAGS and `changes`."""
     args = script.parse_args(["--device", "cpu", "--dtype", "float32"])
+    changes = getattr(script, "TEST_FLAGS", {}) | changes
     assert vars(args).keys() >= changes.keys()
     vars(args).update(changes)
     return args
-
-def tensor64(numbers):
-    return torch.tensor(numbers, dtype=torch.float64)
-
-def slopes(function, x, h=1e-6):
-    """Gradient of a scalar function of the float64 tensor x by central differences."""
-    grad = torch.zeros_like(x)
-    for i in range(x.numel()):
-        step = (torch.arange(x.numel()) == i).view(x.shape) * h
-        grad.view(-1)[i] = float(function(x + step) - function(x - step)) / (2 * h)
-    return grad
-
-def flat_gradient(model):
-    """The gradients of a model's weights in one vector, 0 where a weight has none."""
-    return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
-
-class Recorder:
-    """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
-    def __init__(self, model):
-        self.model, self.gradients = model, []
-
-    def clip_and_step(self, prefix=""):
-        self.gradients.append(flat_gradient(self.model))
-        self.model.zero_grad()
-        return {}
 
 def spy(monkeypatch, module, name):
     """Record every call of module.name from now on: its arguments by name, and its result."""
@@ -71,15 +45,46 @@ def spy(monkeypatch, module, name):
     monkeypatch.setattr(module, name, wrapper)
     return calls
 
+@contextlib.contextmanager
+def refused(capsys, *words):
+    """The block must end in sys.exit: its text, or what argparse writes on stderr, holds all `words`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        yield
+    said = f"{left.value.code}\n{capsys.readouterr().err}"
+    assert left.value.code and all(word in said for word in words), said
+
+def same(a, b):
+    """Bit-equality of nested containers of tensors and numbers."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+def tensor64(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+def slopes(function, x, h=1e-6):
+    """Gradient of a scalar function of the float64 tensor x by central differences."""
+    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
+    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
+
+# ---- Models and rows of tokens: test_logprobs, test_sampling, test_batching, test_ppo, test_gpu, forks ----
+
+@pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
+def family(request):
+    return request.param
+
 def tiny_config(family, vocab_size=64, **settings):
     """A config of `family` (qwen2, qwen3, llama, gpt2 ...) with a few thousand parameters."""
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=512)
     if family == "gpt2":
         sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=512)
-        sizes |= dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None} | settings
-    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes)
+        sizes |= dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0)
+    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
+    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
 
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
     """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
@@ -89,36 +94,35 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
 
-def word_tokenizer(words, eos, unk, pad=None, bos=None):
-    """Token i reads words[i]; texts join without a space and are read a character at a time."""
-    ids = {word: i for i, word in enumerate(words)}
+def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
+    """Token i reads words[i], or "t<i>". Texts join without a space and are read a character at a time: a
+    "t<i>" never comes back as the id it was decoded from."""
+    ids = {word: i for i, word in enumerate(words or [f"t{i}" for i in range(vocab_size)])}
     tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unk))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
     tok.decoder = tokenizers.decoders.Fuse()
-    special = {"eos_token": eos, "unk_token": unk, "pad_token": pad, "bos_token": bos}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tok, **special)
-
-def tiny_tokenizer(vocab_size=64, eos="t1", pad=None):
-    """Token i reads "t<i>": no text comes back as the ids it was decoded from."""
-    return word_tokenizer([f"t{i}" for i in range(vocab_size)], eos, "t2", pad)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos)
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     """A token per printable character, so that any text can be a prompt, and 6 special ones: 102 in all."""
     words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127))]
     words += ["\n", "<|im_start|>", "<|im_end|>"]
-    out = word_tokenizer(words, eos, "<unk>", pad, "<bos>")
+    out = tiny_tokenizer(None, eos, pad, "<unk>", "<bos>", words)
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<bos> $A" if bos else "$A", special_tokens=[("<bos>", 3)])
     out.chat_template = chat
     return out
 
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
 def save_tiny(path, family="qwen2", tokenizer=None, **settings):
     """A model directory like those of the hub."""
     settings = {"vocab_size": 104 if tokenizer else 64} | settings
     tokenizer = tokenizer or tiny_tokenizer(settings["vocab_size"])
-    model = tiny_model(family, eos_token_id=tokenizer.eos_token_id, **settings)
-    model.save_pretrained(path)
+    tiny_model(family, eos_token_id=tokenizer.eos_token_id, **settings).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 
@@ -158,40 +162,22 @@ def holes(mask):
 def generate_holes(monkeypatch):
     """Rollouts have holes from now on, before anything is computed from them."""
     def generate(*given):
-        rollout = real(*given)
-        return rollout | {"mask": holes(rollout["mask"])}
+        return (rollout := real(*given)) | {"mask": holes(rollout["mask"])}
     real = common.generate
     monkeypatch.setattr(common, "generate", generate)
 
-@contextlib.contextmanager
-def refused(capsys, *words):
-    """The block must end in sys.exit: its text, or what argparse writes on stderr, holds all `words`."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        yield
-    said = f"{left.value.code}\n{capsys.readouterr().err}"
-    assert left.value.code and all(word in said for word in words), said
-
-def train(script, flags, out="run"):
-    """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
-    common.launch(script.main, script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
-    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-# Whole runs of the scripts in a directory of their own: test_cli.py, test_data.py, test_resume.py
+# ---- Whole runs in a directory of their own: test_cli, test_data, test_resume, test_toy, forks ----
 
 TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_prompt_tokens 256 "
         "--max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2")
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-WITH_BOS = ("{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}"
-            "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
-LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold the end-of-sequence token
-         "bos": {"chat": WITH_BOS, "bos": True, "pad": "<eos>"},  # tokenizer and template both add a BOS
-         "plain": {"pad": None, "bos": True},  # a base model without a padding token
-         "bare": {}}
+
+def train(script, flags, out="run"):
+    """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
+    script.main(script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 def sums(count, start=0):
     """Problems of questions of different lengths."""
@@ -227,29 +213,14 @@ def newest(out="run"):
     assert not Path(out, "temporary").exists()
     return max(Path(out).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
-def same(a, b):
-    """Bit-equality of nested containers of tensors and numbers."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-# policy_loss in numbers, collect and update: test_losses.py, test_ppo.py, test_every_script.py
-
-def class_of(name):
-    """my_tracker -> MyTracker"""
-    return name.title().replace("_", "")
+# ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
 
 def call(function, given):
-    """Give a function what it asks for by the names of its parameters: those of the scripts differ. Numbers,
-    such as eps_low, come from the args."""
+    """Give a function what it asks for by the names of its parameters, numbers from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
-    place = "random_rows" if function.__name__ == "policy_loss" else "Trainer"
     for name in asked.keys() - given.keys():
-        made = "" if place == "random_rows" else f", or give the copy a class {class_of(name)} that makes it"
-        pytest.fail(f"{function.__name__} asks for `{name}`, which the rows of this test do not have: "
-                    f"add it to {place} in tests/conftest.py{made}", pytrace=False)
+        pytest.fail(f"{function.__name__} asks for `{name}`: add it to random_rows or Trainer in "
+                    "tests/conftest.py, or give the copy a class (my_tracker: MyTracker)", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
@@ -271,23 +242,37 @@ def count_t3(problems, completions):
     """Different for almost every completion; t3 pays best."""
     return [text.count("t3") + len(text) / 100 for text in completions]
 
+def flat_gradient(model):
+    """The gradients of a model's weights in one vector, 0 where a weight has none."""
+    return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
+
+class Recorder:
+    """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
+    def __init__(self, model):
+        self.model, self.gradients = model, []
+
+    def clip_and_step(self, prefix=""):
+        self.gradients.append(flat_gradient(self.model))
+        self.model.zero_grad()
+        return {}
+
 class Trainer:
     """A script, six problems and tiny models of 8 tokens, so that completions often end. Collects once."""
-    def __init__(self, script, **flags):
+    def __init__(self, script, reward=count_t3, **flags):
         sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
         self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
         self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed) for seed in (0, 1))
         self.critic = transformers.AutoModel.from_config(tiny_config("qwen2", 8))
         self.critic.score = torch.nn.Linear(16, 1)
-        self.optimizers = {"policy": Recorder(self.policy), "critic": Recorder(self.critic)}
-        self.tokenizer, self.reward = tiny_tokenizer(8), count_t3
+        self.use(Recorder)
+        self.tokenizer, self.reward = tiny_tokenizer(8), reward
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
         # A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class.
         for function in (script.collect, script.update):
             for name in inspect.signature(function).parameters.keys() - vars(self).keys():
-                if hasattr(script, class_of(name)):
-                    setattr(self, name, getattr(script, class_of(name))())
+                if made := getattr(script, name.title().replace("_", ""), None):
+                    setattr(self, name, made())
         self.collect()
 
     def collect(self):
@@ -296,9 +281,11 @@ class Trainer:
     def update(self):
         return call(self.script.update, vars(self))
 
+    def use(self, optimizer):
+        self.optimizers = {name: optimizer(getattr(self, name)) for name in ("policy", "critic")}
+
     def use_adam(self, lr):
-        models = {"policy": self.policy, "critic": self.critic}
-        self.optimizers = {name: common.Optimizer(model, lr, self.args) for name, model in models.items()}
+        self.use(lambda model: common.Optimizer(model, lr, self.args))
 
     def moved(self):
         """Itself in float64, the models no longer those that made the rollout, and the rollout's tensors."""
@@ -311,7 +298,7 @@ class Trainer:
     def gradients(self, rollout, **changes):
         """The gradients of an update, (steps, weights of policy and critic), and its statistics."""
         vars(self.args).update(changes)
-        self.optimizers = {"policy": Recorder(self.policy), "critic": Recorder(self.critic)}
+        self.use(Recorder)
         self.rollout, seen = rollout, self.optimizers.values()
         stats = self.update()
         return torch.cat([torch.stack(one.gradients) for one in seen if one.gradients], 1), stats

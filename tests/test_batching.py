@@ -1,10 +1,10 @@
 """Batches, statistics, optimiser: every row is trained on once, and no gradient depends on the cut."""
+import copy
 import math
-import random
 
 import pytest
 import torch
-from conftest import Trainer, holes, make_batch, random_batch, save_tiny, settings, spy
+from conftest import Trainer, holes, make_batch, random_batch, same, save_tiny, settings, spy
 
 import common
 import grpo
@@ -12,33 +12,32 @@ import gspo
 
 @pytest.mark.parametrize("tokens", [1, 100, 350, 10**6])
 def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
-    """Also a row over the budget, which goes alone. Tensors are cut to the part's longest row or completion,
-    whatever its mask; those of other shapes stay whole."""
+    """Also a row over the budget, which goes alone. ids and attention are cut to the part's longest row, what
+    has numbers for each token to its longest completion, whatever the mask. (N,) and (N, 1) stay."""
     batch = random_batch(23, seed=1, prompt=(1, 30), completion=(1, 40))
-    seen, lengths, T = [], batch["mask"].sum(1), batch["mask"].shape[1]
-    batch |= {"adv": torch.rand(23, 1), "rewards": torch.rand(23), "old_logp": -batch["mask"]}
-    batch |= {"wide": torch.rand(23, T + 2), "narrow": torch.rand(23, 2), "deep": torch.rand(23, T, 3)}
-    batch["mask"] = holes(batch["mask"])
+    seen, lengths, whole = [], batch["mask"].sum(1), batch["mask"].shape[1]
+    batch |= {"adv": torch.rand(23, 1), "rewards": torch.rand(23), "deep": torch.rand(23, whole, 3)}
+    batch |= {"old_logp": -batch["mask"], "mask": holes(batch["mask"])}
     for part in common.micro_batches(batch, tokens):
         rows, (n, L), T = part["row"].tolist(), part["ids"].shape, part["mask"].shape[1]
         assert n * L <= tokens or n == 1
         assert L == part["attention"].sum(1).max() and T == lengths[rows].max()
-        for name, width in [("ids", L), ("attention", L), ("mask", T), ("old_logp", T), ("adv", 1)]:
-            assert torch.equal(part[name], batch[name][rows, :width]) and not batch[name][rows, width:].any()
-        assert all(torch.equal(part[x], batch[x][rows]) for x in ("rewards", "wide", "narrow", "deep"))
+        for name, width in {"ids": L, "attention": L, "mask": T, "old_logp": T, "deep": T, "adv": 1}.items():
+            assert torch.equal(part[name], batch[name][rows, :width]), name
+        assert torch.equal(part["rewards"], batch["rewards"][rows]) and not batch["old_logp"][rows, T:].any()
         seen += rows
     assert sorted(seen) == list(range(23))
+    total = batch["attention"].sum(1)[seen].tolist()
+    assert total == sorted(total, reverse=True)  # so there is little padding
 
-def test_at_most_an_eighth_is_padding():
-    """Lengths as in GSM8K, log-normal of mean 270 and deviation 144 behind prompts of about 100. In the order
-    drawn half would be padding; nor is it thanks to micro-batches of a row or two."""
-    rng = random.Random(0)
-    prompts = [[5] * rng.randint(60, 140) for _ in range(64)]
-    lengths = [round(rng.lognormvariate(math.log(270) - 0.125, 0.5)) for _ in prompts]
-    batch = make_batch(prompts, [[5] * length for length in lengths])
-    parts = list(common.micro_batches(batch, 4096))
-    positions = sum(part["ids"].numel() for part in parts)
-    assert positions - batch["attention"].sum() <= 0.12 * positions and len(parts) <= 64 / 6
+def test_a_tensor_of_another_width_is_refused():
+    """It would be cut, or not, by the lengths of the completions beside it. If T is 8, (N, 8) is (N, T)."""
+    def widths(T):
+        batch = make_batch([[5] * 9] * 3, [[5] * n for n in (2, T, 4)]) | {"extra": torch.rand(3, 8)}
+        return [part["extra"].shape[1] for part in common.micro_batches(batch, 1)]
+    assert widths(8) == [8, 4, 2]
+    with pytest.raises(AssertionError, match="extra"):
+        widths(7)
 
 @pytest.mark.parametrize("P, G, count", [(6, 4, 3), (7, 3, 4), (5, 1, 5), (8, 2, 1)])
 def test_minibatches_keep_groups_whole(P, G, count):
@@ -46,9 +45,9 @@ def test_minibatches_keep_groups_whole(P, G, count):
     rollout = random_batch(P * G)
     parts = list(common.minibatches(rollout, count, G))
     rows = [part["row"].tolist() for part in parts]
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), rollout["ids"])
     assert len(rows) == count and sum(rows, []) == list(range(P * G))
     assert all(len(row) % G == 0 and P // count <= len(row) / G <= -(-P // count) for row in rows)
-    assert torch.equal(torch.cat([part["ids"] for part in parts]), rollout["ids"])
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
@@ -60,8 +59,8 @@ def test_scores_of_a_rollout_are_put_back_in_place(tokens, monkeypatch):
     args = settings(grpo, minibatches=4, group_size=2, micro_batch_tokens=tokens)
     calls = spy(monkeypatch, common, "micro_batches")
     scores = common.micro_batched(lambda factor, b, _: b["x"] * factor, 0.6, rollout, args)
-    assert scores[[2, 9]].isnan().all() and scores.isnan().sum() == scores[[2, 9]].numel()
-    assert torch.equal(scores[rollout["has_gradient"]], rollout["x"][rollout["has_gradient"]] * 0.6)
+    rollout["x"][[2, 9]] = math.nan
+    torch.testing.assert_close(scores, rollout["x"] * 0.6, rtol=0, atol=0, equal_nan=True)
     minibatches = [part["row"].tolist() for part in common.minibatches(rollout, 4, 2)]
     assert [(call.batch["row"].tolist(), call.tokens) for call in calls] == [(m, tokens) for m in minibatches]
 
@@ -73,32 +72,27 @@ def test_rows_without_a_gradient_are_not_computed(script, monkeypatch):
     trainer.reward, trainer.reference = lambda *_: [0, 1, 5, 5, 2, 3, 4, 4, 1, 0, 0, 2], None
     calls = spy(monkeypatch, common, "completion_states")
     trainer.collect()
-    others, rollout = [0, 1, 4, 5, 8, 9, 10, 11], trainer.moved()[1]
-    assert sorted(row for call in calls for row in call.batch["row"].tolist()) == others
-    calls.clear()
-    [gradient, again], stats = trainer.gradients(rollout)
-    assert sorted(row for call in calls for row in call.batch["row"].tolist()) == sorted(others * 2)
-    everything = rollout | {"has_gradient": torch.ones(12, dtype=torch.bool)}
-    everything["old_logp"] = rollout["old_logp"].nan_to_num(-1.0)
-    [whole, _], _ = trainer.gradients(everything)
+    rollout = trainer.moved()[1]
+    [gradient, again], _ = trainer.gradients(rollout)
+    rows = sorted(row for call in calls for row in call.batch["row"].tolist())
+    assert rows[::3] == rows[1::3] == rows[2::3] == [0, 1, 4, 5, 8, 9, 10, 11]
+    rollout["has_gradient"][:], rollout["old_logp"] = True, rollout["old_logp"].nan_to_num(-1.0)
+    [whole, _], _ = trainer.gradients(rollout)
     torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-12)
     assert torch.equal(gradient, again) and gradient.norm() > 0.01
 
-@pytest.mark.parametrize("beta, computed", [(0.0, 0), (0.1, 12)])
-def test_with_a_kl_every_row_has_a_gradient(beta, computed, monkeypatch):
-    """All rewards are equal: without a KL nothing is computed and the weights stay where they are, although
-    Adam has momentum; the statistic says so. With a KL all twelve rows are."""
-    trainer = Trainer(grpo, beta=beta)
+def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
+    """Nothing is computed, and no step is taken although Adam has momentum; the statistic says so. With a KL
+    all rows count: vectors/test_vectors.py."""
+    trainer, calls = Trainer(grpo, beta=0.0), spy(monkeypatch, grpo, "policy_loss")
     trainer.use_adam(lr=0.01)
     trainer.update()
-    before = [weight.detach().clone() for weight in trainer.policy.parameters()]
+    before = copy.deepcopy(trainer.policy.state_dict())
     trainer.reward = lambda problems, completions: [1.0] * 12
     trainer.collect()
-    calls = spy(monkeypatch, grpo, "policy_loss")
-    stats = trainer.update()
-    assert sum(len(call.logp) for call in calls) == computed
-    assert all(map(torch.equal, before, trainer.policy.parameters())) == (computed == 0)
-    assert stats["zero_gradient"] == (computed == 0) and ("grad_norm" in stats) == (computed > 0)
+    calls.clear()
+    assert trainer.update() == {"skipped": 0, "zero_gradient": 1} and not calls
+    assert same(before, trainer.policy.state_dict())
 
 def test_statistics_are_weighted_by_their_counts():
     """Pairs (sum, count) become the mean of all, of names in _max the maximum is kept."""
@@ -117,20 +111,15 @@ def test_rollout_statistics_leave_padding_out():
                "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask,
                "has_gradient": torch.ones(4, dtype=torch.bool)}
     rollout["ref_logp"][0, 1:] += math.log(2)
-    rollout["sampled_logp"][0, :2] += torch.tensor([0.3, -0.3])
-    rollout["sampled_logp"][1, 0] += 0.2
+    rollout["sampled_logp"][:2, :2] += torch.tensor([[0.3, -0.3], [0.2, 0]])
     rollout["old_logp"][mask == 0] = rollout["sampled_logp"][mask == 0] = 9.0  # after the mask was made
-    stats = common.rollout_stats(rollout, 2)
-    assert stats == pytest.approx({
+    assert common.rollout_stats(rollout, 2) == pytest.approx({
         "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "kl": 2 * (1 - math.log(2)) / 9, "zero_variance_groups": 0.5,
-        "sampling_logp_difference": math.sqrt(0.22 / 9),
-        "sampling_sequence_difference": 0.1})
-    rollout["rewards"] = torch.tensor([0.7] * 12)  # the deviation is 1e-7 by rounding, the advantage 0
-    assert common.rollout_stats(rollout, 12)["zero_variance_groups"] == 1
+        "sampling_logp_difference": math.sqrt(0.22 / 9), "sampling_sequence_difference": 0.1})
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
-    rollout["has_gradient"], rollout["old_logp"][0] = torch.tensor([False, True, True, True]), math.nan
+    rollout["has_gradient"][0], rollout["old_logp"][0] = False, math.nan  # a row that is not computed
     stats = common.rollout_stats(rollout, 2)
     assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
     assert stats["sampling_sequence_difference"] == pytest.approx(math.sqrt(0.04 / 3))
@@ -141,14 +130,11 @@ def test_rollout_statistics_leave_padding_out():
 def test_batches_visit_every_problem_once_a_pass(P):
     """Batches run through shuffles of all ten problems; each is a function of the seed and the step alone."""
     def drawn(steps, seed=0):
-        args = settings(grpo, prompts=P, seed=seed)
-        return [problem for step in steps for problem in common.batch_of(range(10), step, args)]
+        return [problem for step in steps for problem in common.batch_of(range(10), step, P, seed)]
     once, other = drawn(range(1, 41)), drawn(range(1, 41), seed=1)
-    passes, others = ([tuple(x[i:i + 10]) for i in range(0, len(x) - 9, 10)] for x in (once, other))
+    passes = [tuple(x[i:i + 10]) for x in (once, other) for i in range(0, len(x) - 9, 10)]
     assert len(once) == 40 * P and all(sorted(each) == list(range(10)) for each in passes)
-    assert len(set(passes)) == len(passes) and not set(passes) & set(others)
-    torch.manual_seed(9)
-    assert drawn(range(5, 8)) == once[4 * P:7 * P]
+    assert len(set(passes)) == len(passes) and drawn(range(5, 8)) == once[4 * P:7 * P]
 
 # --- the optimiser
 
@@ -156,24 +142,16 @@ def draws(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5,), (2,))]
 
-def weights():
-    """Bare weights, always the same ones."""
-    return torch.nn.ParameterList(draws(0))
-
 def backward(model, *gradients):
     """Give the first weights these gradients."""
     sum((w * g).sum() for w, g in zip(model, gradients)).backward()
-
-def optimizer(model, lr=0.01, warmup_steps=4, max_grad_norm=0.5, **eps):
-    args = settings(grpo, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm)
-    return common.Optimizer(model, lr, args, **eps)
 
 @pytest.mark.parametrize("eps", [{}, {"eps": 1e-5}])
 def test_equals_adamw_with_warm_up_and_clipping(eps):
     """Against torch's, betas .9 and .95, eps 1e-8 unless given, no decay, warm-up of 5 steps, the norm over
     all weights clipped to .3. The second's gradients are near eps, where it counts; the third has none."""
-    near, ours, theirs = 10 * eps.get("eps", 1e-8), weights(), weights()
-    mine = optimizer(ours, 0.02, 5, 0.3, **eps)
+    near, ours, theirs = 10 * eps.get("eps", 1e-8), *(torch.nn.ParameterList(draws(0)) for _ in "ab")
+    mine = common.Optimizer(ours, 0.02, settings(grpo, warmup_steps=5, max_grad_norm=0.3), **eps)
     adamw = torch.optim.AdamW(theirs.parameters(), 0.02, (0.9, 0.95), near / 10, weight_decay=0.0)
     for step in range(12):
         large, small, _ = draws(step + 1)
@@ -181,22 +159,21 @@ def test_equals_adamw_with_warm_up_and_clipping(eps):
             backward(model, large * (0.1 if step % 3 else 3), small * near)
         stats = mine.clip_and_step("value_")
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3).item()
-        adamw.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 5)
+        lr = adamw.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 5)
         adamw.step()
         adamw.zero_grad()
-        assert stats == {"value_skipped": (0, 1), "value_zero_gradient": (0, 1),
+        assert stats == {"value_skipped": (0, 1), "value_zero_gradient": (0, 1), "value_lr": (lr, 1),
                          "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
         torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
 
 def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):
     """Most would stay as they are if they were kept in bfloat16, whose numbers are 2^-8 of a weight apart."""
-    path = save_tiny(tmp_path, dtype=torch.bfloat16)
-    args = settings(grpo, model=path, dtype="bfloat16", warmup_steps=0)
+    source = save_tiny(tmp_path, dtype=torch.bfloat16)
+    args = settings(grpo, model=source, dtype="bfloat16", warmup_steps=0)
     model, _ = common.load_policy(args)
     before = [p.detach().clone() for p in model.parameters()]
-    mine = common.Optimizer(model, 1e-6, args)
     common.token_logprobs(model, random_batch(20), args).sum().backward()
-    mine.clip_and_step()
+    common.Optimizer(model, 1e-6, args).clip_and_step()
     still = sum((old == new).sum().item() for old, new in zip(before, model.parameters()))
     assert still < 0.2 * model.num_parameters()
 
@@ -204,17 +181,15 @@ def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):
 def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
     """No trace of it or of its finite neighbours in weights, moments, schedule or the next step's gradient:
     the run equals one that never saw it."""
-    models = weights(), weights()
-    ours, clean = map(optimizer, models)
+    models = [torch.nn.ParameterList(draws(0)) for _ in "ab"]
+    ours, clean = (common.Optimizer(model, 0.01, settings(grpo, warmup_steps=4)) for model in models)
     for step in range(5):
         if step == 2:
             for factor in (1.0, bad, 2.0):
                 backward(models[0], torch.full((7, 3), factor), torch.ones(5))
             assert ours.clip_and_step() == {"skipped": (1, 1), "zero_gradient": (0, 1)}
-        for model, opt in zip(models, (ours, clean)):
+        for model, optimizer in zip(models, (ours, clean)):
             backward(model, *draws(step + 1))
-            assert opt.clip_and_step()["skipped"] == (0, 1)
+            assert optimizer.clip_and_step()["skipped"] == (0, 1)
     assert all(map(torch.equal, *(model.parameters() for model in models)))
-    assert ours.param_groups[0]["steps"] == clean.param_groups[0]["steps"] == 5
-    for a, b in zip(ours.state.values(), clean.state.values()):
-        assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    assert same(ours.state_dict(), clean.state_dict()) and ours.param_groups[0]["steps"] == 5

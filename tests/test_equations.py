@@ -1,8 +1,9 @@
 """The equations of ppo.py, grpo.py and gspo.py, in the order of their numbers. Read this beside the scripts.
 
-Each docstring does the sum, so that you can check it by hand. The tests are written with probabilities, and
-`objective` gives the scripts their logarithms. The push of a token is dJ/dlog pi: how strongly training
-raises its log-prob, or lowers it if the push is negative. A push here is not divided by N.
+Each docstring does the sum, so that you can check it by hand. The tests are written with probabilities:
+`objective`, at the end of this file, gives a script their logarithms, and returns J and the push of every
+token. The push of a token is dJ/dlog pi: how strongly training raises its log-prob, or lowers it if the push
+is negative. A push here is not divided by N. `near` compares numbers.
 """
 import pytest
 import torch
@@ -18,23 +19,6 @@ LOWER = 0.2, 9    # clips only below .8: no ratio here is above 10
 WIDE = 0.9, 9     # clips nothing here
 COMPLETION = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and pi_old of one completion: w = 1.2, 1.25, .9
 
-def tensor(numbers):
-    return torch.as_tensor(numbers, dtype=torch.float64)
-
-def near(found, expected, within=1e-6):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
-
-def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None):
-    """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
-    the shape (completions, tokens), and A may be (completions, 1)."""
-    logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
-    mask = torch.ones_like(old) if mask is None else mask
-    refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
-    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl]}[script]
-    loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
-    return -loss.item(), torch.autograd.grad(-loss, logp)[0]
-
 # --- (1) advantages
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_z_scores_of_two_groups(script):
@@ -47,8 +31,11 @@ def test_1_z_scores_of_two_groups(script):
 
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_equal_rewards_give_exactly_zero(script):
-    """In float32 the mean of twelve rewards of .7 misses .7 by 1e-7. That noise is no advantage."""
+    """In float32 the mean of twelve rewards of .7 misses .7 by 1e-7. That noise is no advantage. Rewards that
+    differ by little do have one: of .5 and .5002 the deviation is .0002/root(2) = 1.4142e-4, and the
+    advantages are -.0001 and .0001 divided by 2.4142e-4, which is -.41421 and .41421."""
     assert script.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
+    near(script.group_advantages(tensor([0.5, 0.5002]), 2), [-0.41421, 0.41421], 1e-5)
 
 @pytest.mark.parametrize("gamma, lam, A", [
     (1, 0, [0.1, 0.1, 0.7]),
@@ -132,15 +119,14 @@ def test_4_ppo_puts_the_penalty_into_the_reward():
 def test_4_grpo_k3(beta, kl, A, J, push):
     """With x = pi_ref/pi = 2, 1/2, 1, k3 = x - ln x - 1 is 1 - .6931, .6931 - .5 and 0. The sum is .5, so
     with A = 0 and beta = 1, J is -.5. At pi = pi_old the push is A + beta (x - 1), equation 21 of the
-    paper: for x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is A +
-    beta ln x."""
+    GRPO paper: for x = 1/2, A = .02 and beta = .04 it is .02 + .04 (1/2 - 1) = 0. With w k3 the push is
+    A + beta ln x."""
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
     near(objective(grpo, CLIP, *rows, beta, kl), (J, push))
 
 # A vocabulary of four tokens: their probabilities under pi, pi_ref and pi_old, from logits z.
-PI = tensor([0.3, -0.5, 1.1, 0]).softmax(0)[:, None]
-REF = tensor([0, 0.4, 0.2, -0.7]).softmax(0)[:, None]
-OLD = tensor([0.1, -0.2, 0.9, 0.3]).softmax(0)[:, None]
+Z = [[0.3, -0.5, 1.1, 0], [0, 0.4, 0.2, -0.7], [0.1, -0.2, 0.9, 0.3]]
+PI, REF, OLD = torch.tensor(Z, dtype=torch.float64).softmax(1)[:, :, None]
 # The gradients of both KL divergences with respect to the z of pi.
 REVERSE = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # of KL(pi||ref): pi (ln(pi/ref) - KL)
 FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): pi - ref
@@ -179,7 +165,8 @@ def test_5_ppo_value_loss(V, R, loss, slope):
     .6^2/2 = .18. A V that has left it away from R is brought back: .5^2/2 = .125. A V that has left it
     towards R is held, and its slope is 0: (1.2 - 2)^2/2 = (.8 - 0)^2/2 = .32."""
     values, mask = tensor([[V, V], [V, V]]).requires_grad_(), tensor([[1, 1], [1, 0]])
-    found, _ = ppo.value_loss(values, mask, R * mask, mask, 0.2)
+    old = mask  # the old V is 1 at every token
+    found, _ = ppo.value_loss(values, old, R * mask, mask, 0.2)
     slopes = torch.autograd.grad(found, values)[0]  # the loss is a mean over the tokens of a completion
     near([found.item(), slopes], [2 * loss, [[slope / 2, slope / 2], [slope, 0]]])
 
@@ -193,3 +180,21 @@ def test_the_mean_over_tokens_weighs_every_completion_alike(script):
     mask = (torch.arange(8) < lengths).double()
     pi = 0.5 ** mask  # on padding the log-probs are 0
     near(objective(script, CLIP, pi, pi, A, mask=mask), (0, A / lengths * mask))
+
+# --- the functions that the tests share
+def tensor(numbers):
+    return torch.as_tensor(numbers, dtype=torch.float64)
+
+def near(found, expected, within=1e-6):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
+
+def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None):
+    """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
+    the shape (completions, tokens), and A may be (completions, 1)."""
+    logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
+    mask = torch.ones_like(old) if mask is None else mask
+    refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
+    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl]}[script]
+    loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
+    return -loss.item(), torch.autograd.grad(-loss, logp)[0]

@@ -1,12 +1,17 @@
 """What holds for every objective, tested on every script beside common.py: copy grpo.py, edit its objective,
 and these tests run over your copy. Functions get what they ask for by the names of their parameters. A copy
-may train some of the tokens only, by its mask.
+may train some of the tokens only, by its mask. Groups have four completions, and rewards are graded: nearly
+all are different. A copy that needs flags of its own here, or rewards of 0 and 1, says so, for instance:
+
+    TEST_FLAGS = {"k": 1}
+    TEST_REWARD = "right or wrong"
 """
 import importlib
+import math
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, call, count_t3, full_logprobs, generate_holes, holes, loss_of,
+from conftest import (ROOT, Trainer, call, count_t3, full_logprobs, holes, loss_of, make_batch,
                       random_rows, settings, spy)
 
 import common
@@ -17,12 +22,17 @@ VARIANTS = [(name, options) for name in SCRIPTS for options in OPTIONS.get(name,
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 OURS = ("ppo", "grpo", "gspo")
 
-def same_gradient(script, found, expected):
-    """Of a copy's gradient only the direction: it may divide by its tokens, or by nothing."""
-    if script.__name__ in OURS:
-        torch.testing.assert_close(found, expected, **EXACT)
-    else:
-        torch.testing.assert_close(found / found.norm(), expected / expected.norm(), rtol=0, atol=1e-6)
+def prepared(script, **flags):
+    """Groups of four. t3 pays best, but the last group gets equal rewards."""
+    def reward(problems, texts):
+        paid = [float("t3" in text) for text in texts] if right_or_wrong else count_t3(problems, texts)
+        return [x * (problem["question"] != "5") for problem, x in zip(problems, paid)]
+    right_or_wrong = getattr(script, "TEST_REWARD", None) == "right or wrong"
+    return Trainer(script, reward, **{"group_size": 4} | flags)
+
+def known(script, **flags):
+    """Those of the flags that the script has."""
+    return {name: value for name, value in flags.items() if name in settings(script)}
 
 @pytest.fixture(params=SCRIPTS)
 def script(request):
@@ -32,25 +42,28 @@ def script(request):
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_the_gradient_of_an_update_from_whole_logits(name, options):
-    """A row at a time, without common.py: temperature, shift by one, tokens that do not count, division by
-    the rows."""
+    """A row at a time, without common.py: temperature, shift by one, uncounted tokens, division by rows."""
     script = importlib.import_module(name)
-    trainer, rollout = Trainer(script, **options).moved()
+    trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
     given = {key: x[rollout["has_gradient"]] for key, x in rollout.items()}
     given |= {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
     loss, _ = call(script.policy_loss, {"ref_logp": None} | given)
-    expected = torch.autograd.grad(loss / 12, list(trainer.policy.parameters()))
-    expected = torch.cat([g.flatten() for g in expected])
+    parts = torch.autograd.grad(loss / len(rollout["ids"]), list(trainer.policy.parameters()))
+    expected = torch.cat([part.flatten() for part in parts])
     [gradient], found = trainer.gradients(rollout)
-    same_gradient(script, gradient[:len(expected)], expected)  # behind it PPO's critic
+    gradient = gradient[:len(expected)]  # behind it PPO's critic
     if name in OURS:
-        rows = given["mask"].shape[0]
-        assert found["loss"] == pytest.approx(loss.item() / rows, rel=1e-5) and found["clip_frac"] > 0.05
+        torch.testing.assert_close(gradient, expected, **EXACT)
+        assert found["loss"] == pytest.approx(loss.item() / len(given["mask"]), rel=1e-5)
+        assert found["clip_frac"] > 0.05
+    else:  # a copy may divide by its tokens, or by nothing
+        one, other = gradient / gradient.norm(), expected / expected.norm()
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     """And the same statistics: those of all rows, not of the last micro-batch."""
-    trainer, rollout = Trainer(script).moved()
+    trainer, rollout = prepared(script).moved()
     whole, stats = trainer.gradients(rollout)
     for tokens in (40, 1):
         cut, same = trainer.gradients(rollout, micro_batch_tokens=tokens)
@@ -58,22 +71,16 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
 
-def test_the_gradient_is_a_mean_over_rows(script):
-    """A rollout twice over has the same gradient. (Twice the gradient if a copy's objective is a sum.)"""
-    trainer, rollout = Trainer(script).moved()
-    twice = {name: torch.cat([x, x]) for name, x in rollout.items()}
-    same_gradient(script, trainer.gradients(twice)[0], trainer.gradients(rollout)[0])
-
 def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
     """Six groups in minibatches of 2, 2, 1, 1: each step is as if its rows were the rollout."""
-    trainer, rollout = Trainer(script).moved()
-    parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 2)]
+    trainer, rollout = prepared(script).moved()
+    parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
 
 def test_neither_padding_nor_the_order_of_rows_matters(script):
     """Rows in reverse, nonsense in all padding."""
-    trainer, rollout = Trainer(script).moved()
+    trainer, rollout = prepared(script).moved()
     other = {name: x.flip(0) for name, x in rollout.items()}
     lengths = other["attention"].sum(1) - other["prompt_length"]
     padding = torch.arange(rollout["mask"].shape[1]) >= lengths[:, None]
@@ -84,25 +91,14 @@ def test_neither_padding_nor_the_order_of_rows_matters(script):
     torch.testing.assert_close(same, clean, **EXACT)
     assert same_stats == pytest.approx(stats, rel=1e-6)
 
-def test_a_token_that_does_not_count_changes_no_other(script, monkeypatch):
-    """A fork may set the mask of some tokens to 0, before log-probs are collected or after. The log-probs of
-    the others stay as they are, and so do their pushes at ratio 1, but for |o|."""
-    whole = Trainer(script)
-    with monkeypatch.context() as patch:
-        generate_holes(patch)
-        some = Trainer(script)
-    taught = whole.rollout["has_gradient"] & some.rollout["has_gradient"]
-    for name in ("old_logp", "ref_logp"):
-        a, b = ((x.rollout[name] * some.rollout["mask"])[taught] for x in (some, whole))
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    assert some.stats["sampling_logp_difference"] < 1e-4
-
-    trainer, rows = whole.moved()
+def test_a_token_that_does_not_count_changes_no_other(script):
+    """A fork may set the mask of some tokens to 0. The pushes of the others at ratio 1 stay, but for |o|."""
+    trainer, rows = prepared(script).moved()
     rest, pushes = rows | {"mask": holes(rows["mask"])}, []
-    logp, other = (common.token_logprobs(trainer.policy, x, trainer.args).detach() for x in (rows, rest))
-    torch.testing.assert_close(other, logp * rest["mask"], **EXACT)
+    logp = common.token_logprobs(trainer.policy, rows, trainer.args).detach()
     for x in (rows, rest):
-        _, push, _ = loss_of(script, x | {"logp": logp, "old_logp": logp}, trainer.args)
+        at_one = x | dict.fromkeys(["logp", "old_logp", "sampled_logp"], logp)
+        _, push, _ = loss_of(script, at_one, trainer.args)
         push = push * x["mask"].sum(1, keepdim=True) * rest["mask"]
         # a copy may weigh a row in another way than by |o|
         pushes.append(push if script.__name__ in OURS else torch.nn.functional.normalize(push, dim=1))
@@ -110,44 +106,28 @@ def test_a_token_that_does_not_count_changes_no_other(script, monkeypatch):
         "the push of a token depends on whether another one counts: wrong, unless the objective says so"))
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
-    """Old log-probs, advantages and the rest stay as they are while the policy moves."""
-    trainer = Trainer(script, minibatches=4, epochs=2, micro_batch_tokens=40)
+    """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics are
+    those of every micro-batch of both passes."""
+    trainer = prepared(script, minibatches=4, epochs=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     calls, losses = spy(monkeypatch, common, "token_logprobs"), spy(monkeypatch, script, "policy_loss")
-    trainer.update()
+    stats = trainer.update()
+    logged = common.means([loss.result[1] for loss in losses])
+    assert {name: stats[name] for name in logged} == pytest.approx(logged, rel=1e-5)
     rows = [row for c in calls for row in c.batch["row"].tolist()]
     taught = trainer.rollout["has_gradient"].nonzero().squeeze(1).tolist()
     assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
     for c, loss in zip(calls, losses, strict=True):
-        if "old_logp" in vars(loss):  # a copy without a ratio may do without
-            assert torch.equal(loss.old_logp, c.batch["old_logp"])
+        # a copy without a ratio may do without old_logp
+        assert torch.equal(vars(loss).get("old_logp", c.batch["old_logp"]), c.batch["old_logp"])
         for name, x in c.batch.items():
             whole = trainer.rollout[name][c.batch["row"]]
             assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() == 2 else whole), name
-    last = calls[-1]
-    moved = ((last.result - last.batch["old_logp"]) * last.batch["mask"]).abs().max()
-    assert moved > 0.01, "two passes did not move the log-probs of what counts: is there a gradient?"
-
-def test_statistics_are_those_of_all_passes(script, monkeypatch):
-    """Sums over sums, of every micro-batch of both passes: the last pass alone would clip far more."""
-    trainer = Trainer(script, epochs=2, minibatches=2, micro_batch_tokens=20)
-    trainer.use_adam(lr=0.02)
-    calls = spy(monkeypatch, script, "policy_loss")
-    stats, logged = trainer.update(), [call.result[1] for call in calls]
-    assert len(calls) > 4
-    for name in logged[0]:
-        values = [one[name] for one in logged]
-        if name.endswith("_max"):
-            assert stats[name] == pytest.approx(float(max(values)))
-        else:
-            sums, counts = ([float(x) for x in column] for column in zip(*values))
-            assert stats[name] == pytest.approx(sum(sums) / sum(counts), rel=1e-5, abs=1e-7)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
     """The ratio starts at 1. In bfloat16 log-probs depend on the cut: old ones are of the update's pieces."""
-    cut = {"minibatches": 4, "micro_batch_tokens": 100, "max_new_tokens": 30, "group_size": 4}
-    trainer = Trainer(script, dtype=dtype, **cut)
+    trainer = prepared(script, dtype=dtype, minibatches=4, micro_batch_tokens=100, max_new_tokens=30)
     calls = spy(monkeypatch, common, "token_logprobs")
     trainer.update()
     for c in calls:
@@ -156,21 +136,53 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
 
 # --- collect: from a policy to a rollout
 
-def test_the_temperature_is_that_of_the_samples_and_of_all_log_probs(script):
-    """Against the models' whole logits, a row at a time. At 1e-5 only the likeliest tokens are sampled."""
-    trainer = Trainer(script)
-    rollout, taught = trainer.rollout, trainer.rollout["has_gradient"]
-    for name, model in [("old_logp", trainer.policy), ("ref_logp", trainer.reference)]:
-        found = (rollout[name] * rollout["mask"])[taught].double()
-        torch.testing.assert_close(found, full_logprobs(model, rollout, 0.6)[taught], rtol=1e-5, atol=1e-5)
-    cold, prompts = Trainer(script, temperature=1e-5), [problem["prompt"] for problem in trainer.problems]
-    greedy = common.generate(cold.policy, cold.tokenizer, prompts, 2, 0.0, cold.args)
-    assert cold.rollout["texts"] == greedy["texts"] != rollout["texts"]
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
+    """Real runs meet such steps: nothing may crash or become NaN."""
+    trainer = prepared(script, minibatches=2, **known(script, beta=beta))
+    trainer.reward = lambda problems, texts: [1.0] * len(texts)
+    trainer.collect()
+    trainer.use_adam(lr=0.01)
+    assert all(map(math.isfinite, [*trainer.update().values(), *trainer.stats.values()]))
+    assert all(x.isfinite().all() for x in (trainer.rollout["adv"], *trainer.policy.parameters()))
+
+def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
+    """The last group gets eight tokens more; all rewards stay. A copy may whiten over the rollout."""
+    rows, found = [[3 + i % 5] * (20 + i * 5 % 7) for i in range(24)], []
+    for more in ([], [6] * 8):
+        def generate(model, tokenizer, problems, *rest):
+            asked, longer = [problems[i // 4] for i in range(24)], [ids + more for ids in rows[20:]]
+            batch = make_batch([problem["prompt"] for problem in asked], rows[:20] + longer)
+            return batch | {"sampled_logp": -batch["mask"], "finished": batch["row"] >= 0, "problems": asked,
+                            "texts": ["t3" * (i * 5 % 7 // 2) for i in range(24)]}
+        monkeypatch.setattr(common, "generate", generate)
+        rollout = prepared(script, **known(script, whiten=False)).rollout
+        adv = (rollout["adv"] * rollout["mask"])[:20][rollout["mask"][:20] > 0]
+        found.append(adv if script.__name__ in OURS else (adv - adv.mean()) / (adv.std() + 1e-9))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=(
+        "an advantage depends on the length of another group: wrong, unless the objective says so"))
+
+def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypatch):
+    """What it drew with a smaller probability than pi_old's came too seldom, so it may only count for more:
+    its weight is pi_old over the sampler's. What it drew with a larger one may only count for less."""
+    real, pushes = common.generate, []
+    for off in (-0.03, 0.0, 0.03):
+        def generate(*given):
+            rollout = real(*given)
+            return rollout | {"sampled_logp": rollout["sampled_logp"] + off * rollout["mask"]}
+        monkeypatch.setattr(common, "generate", generate)
+        one = prepared(script, **known(script, beta=0.0, whiten=False, eps_low=0.9, eps_high=0.9))
+        rows = one.rollout | {"logp": one.rollout["old_logp"].nan_to_num()}
+        pushes.append(loss_of(script, rows, one.args)[1].abs().sum(1)[rows["has_gradient"]])
+    assert (pushes[0] > pushes[1] - 1e-6).all() and (pushes[1] > pushes[2] - 1e-6).all()
+    if torch.equal(pushes[0], pushes[2]):
+        pytest.skip("sampled_logp changes nothing")
 
 def test_what_is_collected_carries_no_gradient(script):
     """Even if the reward does: it would be trained through the advantages. Nor is the reference trained."""
-    trainer, weight = Trainer(script), torch.ones((), requires_grad=True)
-    trainer.reward = lambda problems, texts: weight * torch.tensor(count_t3(problems, texts))
+    trainer, weight = prepared(script), torch.ones((), requires_grad=True)
+    paid = trainer.reward
+    trainer.reward = lambda problems, texts: weight * torch.tensor(paid(problems, texts))
     trainer.collect()
     assert not any(x.requires_grad for x in trainer.rollout.values() if torch.is_tensor(x))
     trainer.update()
@@ -180,7 +192,7 @@ def test_what_is_collected_carries_no_gradient(script):
 
 def test_the_token_that_ends_a_completion_is_trained(script):
     """Else stopping is never learnt: end-of-sequence has a gradient as the other tokens of its row have."""
-    trainer = Trainer(script, max_new_tokens=20)
+    trainer = prepared(script, max_new_tokens=20)
     trainer.args.beta = 0.0  # the KL alone would push every token
     rollout, ends = trainer.rollout, []
     _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"].nan_to_num()}, trainer.args)
@@ -188,8 +200,7 @@ def test_the_token_that_ends_a_completion_is_trained(script):
         ids, pushed = rollout["ids"][i, start:rollout["attention"][i].sum()], (gradient[i] != 0).tolist()
         n, finished = len(ids), bool(rollout["finished"][i])
         assert (ids == 1).tolist() == [False] * (n - 1) + [finished] and not any(pushed[n:])
-        if script.__name__ in OURS:
-            assert pushed[:n] == [pushed[0]] * n
+        assert script.__name__ not in OURS or pushed[:n] == [pushed[0]] * n
         ends += [pushed[n - 1]] * finished
     assert sum(ends) >= (3 if script.__name__ in OURS else 1), (
         f"{len(ends)} completions end with end-of-sequence, and {sum(ends)} of these tokens have a gradient: "
@@ -224,7 +235,7 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_policy_learns(script, dtype):
     """t3 pays best, and becomes the commonest token."""
-    trainer, rewards = Trainer(script, dtype=dtype, group_size=8, minibatches=2, temperature=1.0), []
+    trainer, rewards = prepared(script, dtype=dtype, group_size=8, minibatches=2, temperature=1.0), []
     trainer.use_adam(lr=0.02)
     for step in range(12):
         torch.manual_seed(step)

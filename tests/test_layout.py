@@ -26,7 +26,7 @@ def test_a_script_follows_the_template(name):
     assert all(re.search(rf"# .*\({number}\)$", code, re.M) for number in numbers)
     assert " collect(" in functions["main"] and " update(" in functions["main"]
     assert " policy_loss(" in functions["update"]
-    assert SOURCE[name].endswith('\nif __name__ == "__main__":\n    common.launch(main, parse_args())\n')
+    assert SOURCE[name].endswith('\nif __name__ == "__main__":\n    main(parse_args())\n')
 
 @pytest.mark.parametrize("function", ["group_advantages", "collect", "update", "main"])
 def test_grpo_and_gspo_differ_in_the_ratio_alone(function):

@@ -1,7 +1,7 @@
 """token_logprobs against the whole log-softmax in float64, in value and gradient, and its memory."""
 import pytest
 import torch
-from conftest import full_logprobs, holes, random_batch, save_tiny, settings, spy, tiny_model
+from conftest import flat_gradient, full_logprobs, holes, random_batch, save_tiny, settings, spy, tiny_model
 
 import common
 import grpo
@@ -35,15 +35,21 @@ def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, temperature,
     torch.testing.assert_close(ours, theirs, rtol=10 * close, atol=close * largest)
 
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 0.2)])
-def test_float32_and_zero_outside_the_mask(dtype, close):
-    """In --dtype bfloat16, too: weights, gradients and log-probs stay in float32, products are rounded."""
-    model, batch = tiny_model(), random_batch(6, seed=2)
-    logp = common.token_logprobs(model, batch, settings(grpo, dtype=dtype, temperature=T))
-    assert logp.dtype == torch.float32 and not logp[batch["mask"] == 0].any()
+def test_float32_and_zero_outside_the_mask(dtype, close, monkeypatch):
+    """In --dtype bfloat16, too: weights, gradients and log-probs stay in float32, products are rounded. The
+    gradient is the same to the bit if autocast keeps its copies of weights, or if layers run again."""
+    model, batch, autocast, gradients = tiny_model().train(), random_batch(6, seed=2), torch.autocast, []
+    for keep, again in [(False, False), (True, False), (False, True), (True, True)]:
+        monkeypatch.setattr(torch, "autocast", lambda *a, **b: autocast(*a, **b | {"cache_enabled": keep}))
+        (model.activation_checkpointing_enable if again else model.activation_checkpointing_disable)()
+        logp = common.token_logprobs(model, batch, settings(grpo, dtype=dtype, temperature=T))
+        logp.sum().backward()
+        gradients.append(flat_gradient(model))
+        model.zero_grad()
+    assert gradients[0].norm() > 1 and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert logp.dtype == gradients[0].dtype == torch.float32 and not logp[batch["mask"] == 0].any()
     gap = (logp.double() - full_logprobs(model, batch, T)).abs().max()
     assert gap < close and (gap > 1e-3) == (dtype == "bfloat16")
-    logp.sum().backward()
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
     """Within autocast, as the sampler calls it, and outside: the head's product is float32. Only completion
@@ -57,36 +63,26 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
         exact = call.hidden.double() @ model.lm_head.weight.double().T
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
 
-@pytest.mark.parametrize("cut", [1, 30, 10**6])
-def test_before_the_first_update_the_ratio_is_one(tmp_path, family, cut):
-    """Dropout in the config is switched off: old log-probs, without gradient, are the new ones."""
+def test_dropout_is_off_and_training_uses_no_mask(tmp_path, family, monkeypatch):
+    """Old log-probs, which have no gradient, are the new ones. Rows padded on the right need no mask, as
+    attention is causal: the fast kernels ask for that. With checkpointing each of the two layers runs twice,
+    those of the critic, too."""
     rate = "attn_pdrop resid_pdrop embd_pdrop" if family == "gpt2" else "attention_dropout"
-    source = save_tiny(tmp_path, family, **dict.fromkeys(rate.split(), 0.5))
-    args = settings(grpo, model=source, minibatches=2, group_size=3, micro_batch_tokens=cut, temperature=T)
-    (model, _), rollout = common.load_policy(args), random_batch(12, seed=5)
-    with torch.no_grad():
-        rollout["old_logp"] = common.micro_batched(common.token_logprobs, model, rollout, args)
-    for minibatch in common.minibatches(rollout, 2, 3):
-        for b in common.micro_batches(minibatch, cut):
-            new = common.token_logprobs(model, b, args)
-            assert new.requires_grad and ((new - b["old_logp"]).exp() - 1).abs().max() < 1e-6
-
-def test_training_uses_no_mask(tmp_path, family, monkeypatch):
-    """Rows padded on the right need none, as attention is causal: the fast kernels ask for that. With
-    checkpointing each of the two layers runs twice, those of the critic, too."""
-    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-    source = save_tiny(tmp_path, family)
+    source, batch = save_tiny(tmp_path, family, **dict.fromkeys(rate.split(), 0.5)), random_batch(5)
+    sdpa, calls = torch.nn.functional.scaled_dot_product_attention, []
     for times in (1, 2):
         args = settings(grpo, model=source, gradient_checkpointing=times == 2)
         torch.backends.cuda.enable_cudnn_sdp(True)
         model, _ = common.load_policy(args)
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
+        with torch.no_grad():
+            old = common.token_logprobs(model, batch, args)
         with monkeypatch.context() as patch:
             patch.setattr(torch.nn.functional, "scaled_dot_product_attention",
                           lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
-            common.token_logprobs(model, random_batch(5), args).sum().backward()
-            ppo.token_values(ppo.make_critic(model), random_batch(5), args).sum().backward()
-        assert len(calls) == times * (2 + 2)
+            new = common.token_logprobs(model, batch, args)
+            (new.sum() + ppo.token_values(ppo.make_critic(model), batch, args).sum()).backward()
+        assert torch.equal(new, old) and len(calls) == times * (2 + 2)
         assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
         calls.clear()
 

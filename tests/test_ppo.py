@@ -1,21 +1,11 @@
 """PPO beyond the worked numbers of test_equations.py: collect and update of both models from whole logits.
-Whole steps against loops over single numbers: test_vectors.py."""
+Whole steps against loops over single numbers: vectors/test_vectors.py."""
 import pytest
 import torch
-from conftest import TINY, Trainer, generate_holes, holes, random_batch, settings, tiny_model, train
+from check_vectors import gae
+from conftest import TINY, Trainer, generate_holes, holes, random_batch, settings, tensor64, tiny_model, train
 
 import ppo
-
-def double_sum(rewards, values, mask, gamma, lam):
-    """GAE as the paper prints it, one row and one token at a time: A_t = sum_l (gamma lam)^l delta_{t+l}.
-    Tokens that do not count are taken out of the lists."""
-    adv = torch.zeros_like(rewards)
-    for i, counts in enumerate(mask > 0):
-        r, V = rewards[i, counts].tolist(), values[i, counts].tolist() + [0.0]
-        delta = [r[t] + gamma * V[t + 1] - V[t] for t in range(len(r))]
-        adv[i, counts] = torch.tensor([sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:]))
-                                       for t in range(len(r))], dtype=adv.dtype)
-    return adv
 
 # --- the critic
 
@@ -71,7 +61,7 @@ def test_collect_by_loops(group_size, whiten, beta, some, monkeypatch):
         trainer.reference = None
     trainer.collect()
     rollout, stats, mask = trainer.rollout, trainer.stats, trainer.rollout["mask"]
-    logp, ref, V, rewards = torch.zeros(4, *mask.shape).double()
+    logp, ref, V, rewards, adv, to_come = torch.zeros(6, *mask.shape).double()
     with torch.no_grad():
         for i, start in enumerate(rollout["prompt_length"].tolist()):
             counts = mask[i].nonzero().flatten().tolist()
@@ -83,8 +73,10 @@ def test_collect_by_loops(group_size, whiten, beta, some, monkeypatch):
                     rewards[i, t] = -beta * (logp[i, t] - ref[i, t])
                 V[i, t] = trainer.critic.score(trainer.critic(prefix).last_hidden_state[0, -1])
             rewards[i, counts[-1]] += trainer.reward(None, [rollout["texts"][i]])[0]
-    adv, tokens = double_sum(rewards, V, mask, 0.9, 0.8), mask > 0
-    returns, to_come = adv + V, double_sum(rewards, 0 * V, mask, 0.9, 1.0)  # GAE's returns lean on V
+            lists = rewards[i, counts].tolist(), V[i, counts].tolist()
+            adv[i, counts] = tensor64(gae(*lists, 0.9, 0.8))
+            to_come[i, counts] = tensor64(gae(lists[0], [0.0] * len(counts), 0.9, 1.0))  # without V
+    returns, tokens = adv + V, mask > 0
     if whiten:
         adv = (adv - adv[tokens].mean()) / adv[tokens].std(correction=0) * mask
     for name, expected in {"old_logp": logp, "values": V, "returns": returns, "adv": adv}.items():

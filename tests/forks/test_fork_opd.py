@@ -1,25 +1,17 @@
 """The fork opd: its advantage teaches the policy the teacher's distribution. Means are exact."""
-import importlib.util
-import shutil
-import subprocess
-
 import pytest
 import torch
-from conftest import ROOT, save_tiny, settings, tensor64, tiny_model, tiny_tokenizer, train
+from conftest import (TINY, char_tokenizer, save_tiny, settings, tensor64, tiny_model, tiny_tokenizer,
+                      train)
+from patched import fork  # noqa: F401
 
 import grpo
 
 pytestmark = pytest.mark.slow
 
-@pytest.fixture(scope="module")
-def opd(tmp_path_factory):
-    copy = tmp_path_factory.mktemp("opd") / "opd.py"
-    shutil.copy(ROOT / "grpo.py", copy)
-    subprocess.run(["patch", "-s", "-F0", copy, ROOT / "tests/forks/opd.patch"], check=True)
-    spec = importlib.util.spec_from_file_location("opd", copy)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def opd(fork):  # noqa: F811
+    return fork("opd")
 
 def test_the_mean_gradient_is_minus_that_of_the_kl_to_the_teacher(opd):
     """Exact means over four tokens, at pi = pi_old; the KL's gradient by autograd of the KL itself."""
@@ -38,7 +30,7 @@ def test_the_advantage_is_the_teachers_log_prob_minus_the_policys(opd):
     """At the run's temperature, whatever the reward pays. Nothing is left out: no A is 0 for a whole row."""
     policy, teacher = tiny_model(vocab_size=8), tiny_model(vocab_size=8, seed=1)
     args = settings(opd, prompts=2, minibatches=1, max_new_tokens=6, temperature=0.6)
-    problems = [{"prompt": ids, "question": "?", "answer": "5"} for ids in ([3, 4], [5])]
+    problems = [{"prompt": ids} for ids in ([3, 4], [5])]
     rollout, _ = opd.collect(policy, teacher, tiny_tokenizer(8), problems, lambda p, t: [1.0] * len(t), args)
     for i, n in enumerate(rollout["mask"].sum(1).long().tolist()):
         ids = rollout["ids"][i, :rollout["attention"][i].sum()]
@@ -47,12 +39,17 @@ def test_the_advantage_is_the_teachers_log_prob_minus_the_policys(opd):
         torch.testing.assert_close(rollout["adv"][i, :n], both[0] - both[1], rtol=0, atol=1e-5)
     assert rollout["has_gradient"].all()
 
-def test_the_toy_comes_nearer_to_its_teacher_and_a_stranger_is_refused(opd, tmp_path, monkeypatch):
-    """The teacher is the toy after nine steps of GRPO; a model with another vocabulary has other tokens."""
-    monkeypatch.chdir(tmp_path)
+def test_the_toy_comes_nearer_to_its_teacher(opd):
+    """The teacher is the toy after nine steps of GRPO."""
     few = "--eval_problems 1 --eval_every 99 --save_every 99"
     train(grpo, f"--steps 9 {few}", out="teacher")
     rows = train(opd, f"--teacher teacher/step-9 --steps 9 {few}")
     assert rows[-1]["kl"] < 0.6 * rows[1]["kl"]
-    with pytest.raises(SystemExit, match="its vocabulary is not"):
-        train(opd, f"--teacher {save_tiny('other')} --steps 1", out="other_run")
+
+def test_a_teacher_with_other_or_fewer_tokens_is_refused(opd, here):
+    """Its log-probs would be of other tokens; or pi could draw an unused id that the teacher lacks."""
+    refused = {save_tiny("other"): "its vocabulary is not",
+               save_tiny("short", "qwen3", char_tokenizer(), vocab_size=102): "102 embeddings, .* has 104"}
+    for teacher, said in refused.items():
+        with pytest.raises(AssertionError, match=said):
+            train(opd, f"{TINY} --group_size 1 --teacher {teacher}", out=f"run_{teacher}")

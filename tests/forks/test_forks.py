@@ -3,14 +3,10 @@ applies, computes in value and gradient what its paper says (eight: test_vectors
 torchrun.patch lets processes train as one: torchrun starts two of this file, for 5 prompts.
 """
 import functools
-import importlib
-import importlib.util
-import itertools
 import json
 import math
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -20,41 +16,19 @@ import pytest
 import torch
 from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows, same,
                       settings, slopes, spy, tiny_model, train)
+from patched import (PATCHES, SCRIPTS, copy_to, fork, importer, module_of, patched_copy,  # noqa: F401
+                     run_the_tests_of_every_script)
 from safetensors.torch import load_file
 
 import common
 
 pytestmark = pytest.mark.slow
-PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
-OBJECTIVES = sorted(PATCHES.keys() - {"torchrun", "tool", "opd"})  # they have tests of their own
-OURS = ["entropy", "format_reward", "lora", "reinforce_pp", "spo", "tpo"]  # not in tests/vectors/vectors.json
+OBJECTIVES = sorted(PATCHES.keys() - {"torchrun", "tool", "opd", "sao"})  # they have tests of their own
+LOSSES = ["entropy", "reinforce_pp", "tpo"]  # a policy_loss of their own that is not in vectors.json
 OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
-LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1"
+LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1 --seed 1"
 
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(f"of_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-def make_copy(name):
-    """Patch a copy of grpo.py, which is NAME.py here. The patch applies without fuzz or offset."""
-    shutil.copy(ROOT / "grpo.py", f"{name}.py")
-    done = subprocess.run(["patch", "-F0", f"{name}.py", PATCHES[name]], capture_output=True, text=True)
-    assert done.returncode == 0 and "offset" not in done.stdout, done.stdout
-
-@pytest.fixture
-def fork(tmp_path, monkeypatch):
-    """Name of a patch -> the patched grpo.py as a module. few.json has problems of the toy."""
-    def load(name):
-        make_copy(name)
-        return module_of(tmp_path / f"{name}.py")
-    monkeypatch.chdir(tmp_path)
-    with (ROOT / "tests" / "toy" / "train.jsonl").open() as file:
-        Path("few.json").write_text("".join(itertools.islice(file, 1500)))
-    return load
-
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_those_of_the_paper(name, fork):
     """On ragged rows, against sums of floats and their finite differences, with the KL term."""
     module = fork(name)
@@ -68,16 +42,15 @@ def test_loss_and_gradient_are_those_of_the_paper(name, fork):
         total = 0
         for i, counts in enumerate(given["mask"] > 0):
             A = given["adv"][i, 0].item()
-            tokens = list(zip(*(rows[i, counts].tolist() for rows in (
-                x, given["old_logp"], given["ref_logp"], given["logp"]))))
-            for logp, old, ref, start in tokens:
+            rows = (x, given["old_logp"], given["ref_logp"], given["logp"])
+            for logp, old, ref, start in zip(*(row[i, counts].tolist() for row in rows)):
                 w, p = math.exp(logp - old), math.exp(old)
                 # A good token of probability p may reach sqrt(p) in tpo, a bad one p^2.
                 low, high = (p ** 2 / p, math.sqrt(p) / p) if name == "tpo" else (0.8, 1.2)
                 gain = min(w, high) * A if A > 0 else max(w, low) * A
                 gain -= (name == "entropy") * 0.05 * w * start  # not clipped; its log pi is a number
                 gain -= kl * (math.exp(ref - logp) - (ref - logp) - 1)
-                total += gain / (1 if name == "tpo" else len(tokens))
+                total += gain / (1 if name == "tpo" else counts.sum().item())
         return total
     x = given["logp"].clone().requires_grad_()
     loss, stats = call(module.policy_loss, given | {"logp": x})
@@ -86,23 +59,17 @@ def test_loss_and_gradient_are_those_of_the_paper(name, fork):
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
     assert 3 < stats["clip_frac"][0] < given["mask"].sum() - 3
 
-@pytest.mark.parametrize("name", OURS)
-def test_an_optimiser_step_divides_by_its_rows_but_not_tpos(name, fork):
-    """Of a copy test_every_script.py sees the direction only."""
-    script = fork(name)
-    trainer, rollout = Trainer(script, **OPTIONS.get(name, {})).moved()
-    logp = common.token_logprobs(trainer.policy, rollout, trainer.args)
-    loss, _ = call(script.policy_loss, {"ref_logp": None} | rollout | {"logp": logp, "args": trainer.args})
-    expected = torch.autograd.grad(loss / (1 if name == "tpo" else 12), list(trainer.policy.parameters()))
-    [gradient], _ = trainer.gradients(rollout)
-    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
+def test_tpo_divides_an_optimiser_step_by_nothing(fork):
+    """So two half steps add up to a whole one. Of a copy test_every_script.py sees the direction only."""
+    trainer = Trainer(fork("tpo"), group_size=4)
+    whole, halves = (trainer.gradients(trainer.rollout, minibatches=n)[0] for n in (1, 2))
+    torch.testing.assert_close(halves.sum(0), whole[0], rtol=1e-4, atol=1e-6)
 
 @pytest.mark.parametrize("expected", [[1, -1, -1, -1], [1] + [0] * 15])
 def test_tpos_advantages_of_one_right_completion(expected, fork):
     """In a group of 16 the wrong ones, which were to be expected, teach nothing."""
-    module, G = fork("tpo"), len(expected)
-    assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx(expected)
-    assert module.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
+    found = fork("tpo").group_advantages(torch.eye(len(expected))[0], len(expected))
+    assert found.tolist() == pytest.approx(expected)
 
 def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **flags):
     """`collect` on completions of the given lengths, each rewarded as given; `logps` are those of the policy
@@ -110,54 +77,46 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
     rollout |= dict.fromkeys(("finished", "has_gradient"), mask[:, 0] > 0)
+    rollout["problems"] = [{"prompt": [i // flags["group_size"]]} for i in range(len(lengths))]
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
 
     def logprobs(_, model, rollout, __):
         logp = mask if model is None else mask * model
         return logp.masked_fill(~rollout["has_gradient"][:, None], math.nan)
     monkeypatch.setattr(common, "micro_batched", logprobs)
-    problems = [{"prompt": [i]} for i in range(len(lengths) // flags["group_size"])]
     models, args = (*logps, None)[:2], settings(module, **flags)
-    return module.collect(*models, *state, None, problems, lambda *_: rewards, args)
+    return module.collect(*models, *state, None, None, lambda *_: rewards, args)
 
-def test_dapo_leaves_out_groups_that_are_all_right(fork, monkeypatch):
-    """In the second group only the penalty makes the rewards differ: all its answers are right."""
-    rewards, lengths = [1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 1], [3, 5, 1, 2, 9, 3, 3, 3, 7, 8, 10, 1]
-    given = {"group_size": 4, "max_new_tokens": 10}
-    rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, **given)
+def test_dapo_leaves_out_groups_that_are_all_right_and_pays_for_length(fork, monkeypatch):
+    """The paper's margin is a fifth of the longest completion: 0 up to 8 of 10 tokens, -1 at 10. In the
+    second group only the penalty makes the rewards differ."""
+    rewards, lengths = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1], [3, 5, 1, 2, 9, 3, 3, 3, 7, 8, 10, 9]
+    rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, group_size=4, max_new_tokens=10)
+    assert rollout["rewards"].tolist() == pytest.approx([1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 0.5])
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
 
-@pytest.mark.parametrize("rewards, lengths, beta", [
-    ([1, 0], [2, 1], 0.5), ([1, 0, 0, 1, 0, 1], [3, 1, 5, 5, 2, 4], 0.04)])
-def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(rewards, lengths, beta, fork, monkeypatch):
+def test_a_form_earns_a_tenth(fork, monkeypatch):
+    """For a line of work, and the answer on a last line. The reward is that of a run, which logs the form."""
+    module = fork("format_reward")
+    trained = spy(monkeypatch, module, "collect")
+    _, row = train(module, "--dataset few.json --steps 1 --prompts 2 --minibatches 2 --eval_problems 4")
+    texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]
+    assert trained[0].reward([{"answer": "5"}] * 4, texts) == pytest.approx([1.1, 0.1, 1, 0])
+    assert 0 < row["form_reward"] < 1
+
+def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(fork, monkeypatch):
     """Token by token in floats: the reward, less beta times the sum of the log-ratios to the reference from
-    this token on; then mean 0 and deviation 1 over all tokens. The first case by hand: 1.1, 1.2, -.1."""
+    this token on; then mean 0 and deviation 1 over all tokens."""
+    rewards, lengths = [1, 0, 0, 1, 0, 1], [3, 1, 5, 5, 2, 4]
     logps = torch.tensor([[-0.3, -0.9, -0.5, -2, -1]]), torch.tensor([[-0.5, -0.5, -0.1, -1, -2]])
-    k1 = [a - b for a, b in zip(logps[0][0].tolist(), logps[1][0].tolist())]  # .2, -.4, -.4, -1, 1
-    short, given = [x[:, :max(lengths)] for x in logps], {"group_size": 2, "beta": beta}
-    rollout, _ = collected(fork("reinforce_pp"), monkeypatch, rewards, lengths, short, **given)
-    to_go = [[r - beta * sum(k1[t:n]) for t in range(n)] for r, n in zip(rewards, lengths)]
+    k1 = [0.2, -0.4, -0.4, -1, 1]
+    given = {"group_size": 2, "beta": 0.04}
+    rollout, _ = collected(fork("reinforce_pp"), monkeypatch, rewards, lengths, logps, **given)
+    to_go = [[r - 0.04 * sum(k1[t:n]) for t in range(n)] for r, n in zip(rewards, lengths)]
     every = [x for row in to_go for x in row]
     mean, deviation = statistics.mean(every), statistics.stdev(every)
     for adv, row in zip(rollout["adv"].tolist(), to_go):
         assert adv[:len(row)] == pytest.approx([(x - mean) / deviation for x in row], rel=1e-3)
-    assert sum(lengths) > 3 or every == pytest.approx([1.1, 1.2, -0.1])
-
-@pytest.mark.parametrize("name, paid", [
-    ("dapo", [1, 0, 0.5, -1]),  # the paper's margin of a fifth: 0 up to 16,384 tokens, -1 at 20,480
-    ("format_reward", [1.1, 0.1, 1, 0])])  # work, and then the answer on a last line, earn a tenth
-def test_one_function_pays_training_and_held_out_problems(name, paid, fork, monkeypatch):
-    """It is caught in a run, then asked about four completions, of which the first and third are right."""
-    module = fork(name)
-    evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
-    train(module, "--dataset few.json --steps 1 --prompts 2 --minibatches 2 --eval_problems 4")
-    reward, = {one.reward for one in evaluated + trained}
-    evaluated[0].args.max_new_tokens = 20480
-    mask = (torch.arange(20480) < torch.tensor([[100], [16384], [18432], [20480]])).float()
-    texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]
-    rollout = {"ids": mask, "mask": mask, "texts": texts}
-    assert common.rewards_of(reward, [{"answer": "5"}] * 4, rollout).tolist() == pytest.approx(paid)
-    assert name == "dapo" or 0 < trained[0].result[1]["form_reward"] < 1
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_runs_and_learns_the_toy(name, fork):
@@ -166,6 +125,8 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
     flags = "".join(f" --{flag} {value}" for flag, value in OPTIONS.get(name, {}).items())
     _, first, *_, last = train(module, LEARNS + flags)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
+    rounding = (1e-5, 5e-3) if name == "fp16" else (0, 3e-7)  # of float16 and float32
+    assert rounding[0] < first["sampling_logp_difference"] < rounding[1]
 
 @pytest.mark.parametrize("icepop, outside", [(False, 1 / 8), (True, 2 / 8)])
 def test_tis_logs_the_share_of_tokens_outside_its_range(icepop, outside, fork, monkeypatch):
@@ -175,35 +136,51 @@ def test_tis_logs_the_share_of_tokens_outside_its_range(icepop, outside, fork, m
     rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 1], [5, 3, 4, 4], **given)
     assert stats["outside"] == pytest.approx(outside) and not rollout["adv"].isnan().any()
 
+@pytest.mark.parametrize("icepop, low, outside", [(False, 0.5, 3), (True, 0.5, 7), (True, 0.0, 3)])
+def test_tis_may_give_one_weight_to_a_whole_completion(icepop, low, outside, fork, monkeypatch):
+    """Products of ratios in floats. The second row is above 3, though no token of it is, and the third below
+    .5. The fourth has a token above 3, but no product. The last case is TRL's default with vLLM."""
+    ratios = [[1.2, 0.9, 1.1, 1, 1], [1.9, 1.8, 1.7], [0.9, 0.7, 0.8, 0.9], [4, 0.5]]
+    logp = torch.ones(4, 5)  # the sampler's log-probs are 1 here
+    for i, row in enumerate(ratios):
+        logp[i, :len(row)] += torch.tensor(row).log()
+    given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "sequence": True, "icepop": icepop}
+    lengths = [len(row) for row in ratios]
+    rollout, stats = collected(
+        fork("tis"), monkeypatch, [1, 0, 1, 0], lengths, **given, m_low=low, m_high=3.0)
+    for i, row in enumerate(ratios):
+        m, A = math.prod(row), (0.5 - i % 2) / (math.sqrt(0.5) + 1e-4)
+        m = m if low * icepop <= m <= 3 else 0 if icepop else 3
+        assert (rollout["adv"][i] / A).tolist() == pytest.approx([m])
+    assert stats["outside"] == pytest.approx(outside / sum(lengths))
+
 def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
-    """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. A new
-    question has the rate of all, which have seen every reward in turn."""
+    """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. The
+    fourth question is new then, with the rate of all: their a and b, 1/2 each, have seen 1, 0 and .5."""
     module, given = fork("spo"), {"group_size": 1, "beta": 0.0, "rho": 0.9}
-    tracker = module.Tracker()
-    for rewards, rates in (([1, 0, 0.5], [0.5] * 3), ([1, 1, 0], [1.45 / 1.9, 0.45 / 1.9, 0.5])):
-        rollout, _ = collected(module, monkeypatch, rewards, [2, 3, 1], state=[tracker], **given)
+    tracker, of_all = module.Tracker(), [(0.495 + x) * 0.99 ** 2 + y for x, y in ((1, 0.5), (0, 0.99 + 0.5))]
+    later = [1.45 / 1.9, 0.45 / 1.9, 0.5, of_all[0] / sum(of_all)]
+    for rewards, rates in (([1, 0, 0.5], [0.5] * 3), ([1, 1, 0, 1], later)):
+        lengths = [2, 3, 1, 1][:len(rewards)]
+        rollout, _ = collected(module, monkeypatch, rewards, lengths, state=[tracker], **given)
         d = [r - rate for r, rate in zip(rewards, rates)]
         A = [(x - statistics.mean(d)) / (statistics.stdev(d) + 1e-4) for x in d]
         assert rollout["adv"][:, 0].tolist() == pytest.approx(A)
-    a, b = 0.5, 0.5
-    for r in (1, 0, 0.5, 1, 1, 0):
-        a, b = 0.99 * a + r, 0.99 * b + 1 - r
-    assert tracker.rate((5,)) == pytest.approx(a / (a + b))
 
-def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork, tmp_path):
+def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork):
     """For W + s B A the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
     for args.dtype in ("bfloat16", "float32"):
-        base, policy, merged = models = [tiny_model() for _ in range(3)]
+        base, policy = models = tiny_model(), tiny_model()
         module.add_adapters(policy, args)
-        assert torch.equal(*(common.token_logprobs(model, batch, args) for model in (policy, base)))
-    base, policy, merged = (model.double() for model in models)
-    adapters = [p for p in policy.parameters() if p.requires_grad]
+        assert torch.equal(*(common.token_logprobs(model, batch, args) for model in models))
+    adapters = [p for p in policy.double().parameters() if p.requires_grad]
     for p in adapters:
         p.data += 0.1 * torch.randn_like(p)
     assert len(adapters) == 2 * 14
-    merged.load_state_dict(policy.state_dict())  # its keys are those of a plain model
+    policy.save_pretrained("saved")
+    merged = type(policy).from_pretrained("saved", dtype=torch.float64)
     one, other = (common.token_logprobs(model, batch, args) for model in (policy, merged))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     (one + other).sum().backward()
@@ -215,17 +192,17 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
         assert layer.weight.grad is None
     module.LoRA.on = False
     off = common.token_logprobs(policy, batch, args)
-    assert torch.equal(off, common.token_logprobs(base, batch, args)) and not torch.equal(off, one)
-    policy.float().save_pretrained(tmp_path / "saved")
-    loaded = type(policy).from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(common.token_logprobs(loaded, batch, args), one.float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(off, common.token_logprobs(base.double(), batch, args)) and not torch.equal(off, one)
 
-@pytest.mark.parametrize("name, dtype", [("lora", "float32"), ("lora", "bfloat16"), ("spo", "float32")])
-def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
-    """Weights, Adam's moments, adapters or tracker. The 20 questions come again from the third step on."""
+@pytest.mark.parametrize("name, more", [("fp16", ""), ("lora", "--dtype bfloat16"), ("spo", "")])
+def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, more, fork, monkeypatch):
+    """Weights, Adam's moments; adapters, a tracker, a scale that doubles in every third optimiser step, also
+    while the run is cut. The 20 questions come again from the third step on."""
     module = fork(name)
+    if name == "fp16":
+        monkeypatch.setattr(module.LossScale, "GROW", 3)
     Path("again.json").write_text("".join(Path("few.json").read_text().splitlines(True)[:20]))
-    flags = f"--dataset again.json --prompts 8 --dtype {dtype} --gradient_checkpointing --eval_problems 1"
+    flags = f"--dataset again.json --prompts 8 --gradient_checkpointing --eval_problems 1 {more}"
     train(module, f"{flags} --steps 4", out="whole")
     train(module, f"{flags} --steps 2", out="cut")
     train(module, "--resume --steps 4", out="cut")
@@ -233,40 +210,33 @@ def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, dtype, fork):
                   for out in ("whole", "cut"))
     assert same(one, other) and not same(one[1], load_file(ROOT / "tests" / "toy" / "model.safetensors"))
 
-def test_every_fork_passes_the_tests_of_every_script(tmp_path, monkeypatch):
+def test_every_fork_passes_the_tests_of_every_script(tmp_path):
     """As copies beside common.py: README promises that `pytest` tests a copy."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tests").mkdir()
-    for name in ("common.py", "tests/conftest.py", "tests/test_every_script.py"):
-        shutil.copy(ROOT / name, name)
-    for name in OBJECTIVES:
-        make_copy(name)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "not learns"], stdout=subprocess.PIPE)
-    assert done.returncode == 0, done.stdout.decode()
+    copy_to(tmp_path, "common.py")
+    for name in [*OBJECTIVES, "opd"]:
+        patched_copy(name, tmp_path)
+    run_the_tests_of_every_script(tmp_path)
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
-def by_prompt(model, tokenizer, prompts, group_size, temperature, args):
+def by_prompt(model, tokenizer, problems, group_size, temperature, args):
     """In place of common.generate: completions that are a function of the prompt alone."""
-    asked = [(prompt, i) for prompt in prompts for i in range(group_size)]
-    draws = map(random.Random, map(str, asked))
+    asked = [problem for problem in problems for _ in range(group_size)]
+    draws = [random.Random(f"{problem['prompt']} {i % group_size}") for i, problem in enumerate(asked)]
     completions = [[rng.randrange(104) for _ in range(rng.randint(1, args.max_new_tokens))] for rng in draws]
     if "RANK" in os.environ and torch.initial_seed() > 1:  # 2 and 3 in step 1; 0 and 1 in an evaluation
         assert len(set(sys.modules["common"].everyones([torch.initial_seed()]))) == 2
-    batch = make_batch([prompt for prompt, _ in asked], completions)
+    batch = make_batch([problem["prompt"] for problem in asked], completions)
     finished = torch.tensor([len(ids) < args.max_new_tokens for ids in completions])
-    return batch | {"finished": finished, "texts": tokenizer.batch_decode(completions),
+    return batch | {"finished": finished, "texts": tokenizer.batch_decode(completions), "problems": asked,
                     "sampled_logp": -batch["mask"]}
 
 def train_all(folder, world, patch):
     """The three scripts of a folder, ppo.py resumed. Minibatches have 6, 3, 3 and 3 rows."""
-    for name in ("common", "grpo", "gspo", "ppo"):
-        patch.setitem(sys.modules, name, None)
-        del sys.modules[name]  # imported anew
-    patch.syspath_prepend(folder)
     patch.chdir(world)
+    load = importer(folder, patch)
     for name in ("grpo", "gspo", "ppo"):
-        script, out = importlib.import_module(name), f"--out {folder}/{name}"
+        script, out = load(name), f"--out {folder}/{name}"
         script.common.generate, script.common.answer_reward = by_prompt, by_text
         script.common.check_model = lambda *_: None  # it asks generate
         flags = ("--model model --dataset data.jsonl --device cpu --prompts 5 --group_size 3 --epochs 2 "
@@ -274,7 +244,7 @@ def train_all(folder, world, patch):
                  f"--eval_problems 3 {out}")
         lines = [f"{flags} --steps 1", f"{out} --resume --steps 2"]
         for line in lines if name == "ppo" else [f"{flags} --steps 2"]:
-            script.common.launch(script.main, script.parse_args(line.split()))
+            script.main(script.parse_args(line.split()))
 
 def result(out):
     """What a run logged, but for time, and its weights and Adam's moments, by name."""
@@ -290,11 +260,11 @@ def result(out):
 def runs(world, tmp_path_factory):
     """One process with the repository's files, two with patched ones."""
     path = tmp_path_factory.mktemp("torchrun")
-    for folder in ("one", "two"):
-        shutil.copytree(ROOT, path / folder, ignore=shutil.ignore_patterns("tests", "runs", ".*"))
-    subprocess.run(["patch", "-p1", "-F0", "-i", PATCHES["torchrun"]], cwd=path / "two", check=True)
+    copy_to(path / "one", *SCRIPTS)
+    copy_to(path / "two", *SCRIPTS, patch="torchrun")
     how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
-    subprocess.run([*how, world, path / "two"], check=True, timeout=300)
+    path_of_conftest = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    subprocess.run([*how, world, path / "two"], check=True, timeout=300, env=path_of_conftest)
     with pytest.MonkeyPatch.context() as patch:
         train_all(path / "one", world, patch)
     return path
@@ -318,11 +288,8 @@ def test_a_script_without_the_lines_of_the_patch_is_refused(runs, monkeypatch):
     """It would train on a part of the log-probs: each process computes those of its own rows."""
     patched = module_of(runs / "two" / "common.py")
     monkeypatch.setattr(patched, "WORLD", 2)
-    rollout = random_batch(5)
-    with pytest.raises(SystemExit, match="common.gathered .*torchrun.patch"):
-        list(patched.micro_batches(rollout, 100))
-    mine, = patched.micro_batches(rollout | {"gathered": rollout["row"] >= 0}, 10 ** 6)
-    assert len(mine["ids"]) == 3
+    with pytest.raises(AssertionError, match="common.gathered"):
+        list(patched.micro_batches(random_batch(5), 100))
 
 if __name__ == "__main__":
     torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)

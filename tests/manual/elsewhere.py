@@ -5,25 +5,23 @@
     pip install ray tensordict omegaconf hydra-core codetiming orjson pillow
     python tests/manual/elsewhere.py
 
-First come the engines' own loss functions on the log-probs of tests/vectors/vectors.json; without verl its rows are
-left out. Then TRL's own train() runs beside our collect and update, on one rollout of the toy.
+First come the engines' own loss functions on the log-probs of tests/vectors/vectors.json; without verl its
+rows are left out. Then TRL's own train() runs beside our collect and update, on one rollout of the toy.
 """
 import contextlib
 import copy
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from conftest import ROOT  # noqa: E402  it puts the other folders on the path
 import datasets, torch, transformers, trl  # noqa: E401, E402
+from patched import module_of, patched_copy  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 import common, grpo, gspo  # noqa: E401, E402
 
 VECTORS = json.loads((ROOT / "tests/vectors/vectors.json").read_text(encoding="utf-8"))
@@ -150,26 +148,18 @@ RUNS = {  # our script and its flags, TRL's settings
     "SAPO": ("sapo", ["--beta=0"], {"loss_type": "sapo"}),
     "the defaults of both": (grpo, [], {})}
 
-def fork(name):
-    """A patch of tests/forks on a copy of grpo.py, as a module."""
-    path = Path(tempfile.mkdtemp(), f"{name}.py")
-    path.write_bytes((ROOT / "grpo.py").read_bytes())
-    subprocess.run(["patch", "-s", path, ROOT / f"tests/forks/{name}.patch"], check=True)
-    spec = importlib.util.spec_from_file_location(name, path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
 def race(name):
     """Four optimiser steps of ours and of TRL on the same rollout: the relative differences of the gradients,
     the largest difference of a weight, and how far a weight moved."""
     script, flags, settings = RUNS[name]
-    script = fork(script) if isinstance(script, str) else script
+    if isinstance(script, str):  # a patch of tests/forks
+        script = module_of(patched_copy(script, tempfile.mkdtemp()))
     args = script.parse_args([f"--prompts={N // G}", f"--group_size={G}", "--epochs=4", "--minibatches=1",
                               "--warmup_steps=0", *flags])
     policy, tokenizer = common.load_policy(args)
-    problems = common.batch_of(common.load_problems(args, tokenizer)[0], 1, args)
+    problems = common.batch_of(common.load_problems(args, tokenizer)[0], 1, args.prompts, args.seed)
     torch.manual_seed(5)
-    rollout = common.generate(policy, tokenizer, [problem["prompt"] for problem in problems], G, 1.0, args)
+    rollout = common.generate(policy, tokenizer, problems, G, 1.0, args)
     ids = [row[keep.bool()].tolist() for row, keep in zip(rollout["ids"], rollout["attention"])]
     cuts = [len(row) - int(mask.sum()) for row, mask in zip(ids, rollout["mask"])]
     rewards = BATCH["rewards"]  # one group has equal rewards

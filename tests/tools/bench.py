@@ -2,7 +2,7 @@
 
     python tests/tools/bench.py                      a model of a million weights, on a laptop's CPU
     python tests/tools/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
-    python tests/tools/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own model and problems
+    python tests/tools/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own
 
 Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
 
@@ -10,33 +10,32 @@ of floor   The floor is the least time that arithmetic allows at the two rates m
            token of every row all weights, keys, values and logits are read; an update takes 6 operations per
            weight and token (with checkpointing 8, so that 75 % is the most).
 plain      How many times faster than the plain way: transformers' `generate`, micro-batches of a fixed number
-           of rows in the order they came, log_softmax of whole logits. So are TRL's GRPOTrainer, if it is
-           installed, and with --against DIR the scripts of another checkout, with their own defaults.
-           They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
+           of rows in the order they came, log_softmax of whole logits. So are, with a --model, TRL's
+           GRPOTrainer, if it is installed, and with --against DIR the scripts of another checkout, with their
+           own defaults. They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
 
 "rollout" samples P x G completions of T tokens. A "step" is sampling, log-probs of policy and reference, and
-update; each token is the last with probability 4/T, so that completions have T/4 on average. A --model ends
-them where it does. Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with
---beta 0 such a group has no gradient and is not computed.
+update; with random weights each token is the last with probability 4/T, so that completions have T/4 on
+average. Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with --beta 0
+such a group has no gradient and is not computed.
 """
 import argparse
-import contextlib
 import copy
-import importlib
 import importlib.util
 import math
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
 
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/results/real")]
 import common  # noqa: E402
 import grpo  # noqa: E402
 
@@ -45,7 +44,6 @@ SIZES = {  # of Qwen2.5, and the work: P prompts of S tokens, G completions of a
     "tiny": ((128, 384, 4, 4, 512), (8, 8, 32, 64)),
     "0.5B": ((896, 4864, 24, 14, 151936), (32, 8, 128, 512)),
     "1.5B": ((1536, 8960, 28, 12, 151936), (32, 8, 128, 512))}
-TRL = importlib.util.find_spec("trl")
 
 def script_of(folder):
     """The grpo.py of another checkout, with its own common.py."""
@@ -57,6 +55,8 @@ def script_of(folder):
 
 class Bench:
     """The machine, the model, the work and the table."""
+    pairs = 3
+
     def __init__(self, size, model, script_args, equal=0.0, against=None):
         P, G, S, T = SIZES[size][1] if model is None else (16, 8, 0, 48)
         given = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}", *script_args]
@@ -64,55 +64,33 @@ class Bench:
             given += ["--model", model or size]
         self.equal, self.other = equal, against and script_of(against)
         self.args_of = {script: script.parse_args(given) for script in (grpo, self.other) if script}
-        self.args = self.args_of[grpo]
+        self.args, self.is_real, self.table = self.args_of[grpo], model is not None, {}
         P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
-        self.table, self.gpu, self.is_real = {}, self.args.device != "cpu", model is not None
-        self.clock, self.pairs = time.perf_counter if self.gpu else time.process_time, 3
+        self.gpu = self.args.device != "cpu"
+        self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            if not self.is_real:
+                self.args.model = make(size, self.args.device, folder)
+            self.model, self.tokenizer = common.load_policy(self.args)  # on a GPU with its reader
         if self.is_real:
-            with contextlib.redirect_stdout(None):
-                self.model, self.tokenizer = common.load_policy(self.args)
-                problems, _ = common.load_problems(self.args, self.tokenizer)
-            self.prompts = [problem["prompt"] for problem in common.batch_of(problems, 1, self.args)]
+            problems, _ = common.load_problems(self.args, self.tokenizer)
+            self.problems = common.batch_of(problems, 1, P, self.args.seed)
         else:
-            self.make(size, P, S)
-        self.work = dict(P=P, G=G, S=round(statistics.mean(map(len, self.prompts))), T=T)
+            digits = self.tokenizer("0123456789")["input_ids"]
+            self.problems = [{"prompt": random.choices(digits, k=S)} for _ in range(P)]
+            # All tokens are about equally likely. With this bias the end comes with probability 4 / T.
+            head, end = self.model.get_output_embeddings(), self.tokenizer.eos_token_id
+            head.bias = torch.nn.Parameter(torch.zeros_like(head.weight[:, 0]))
+            head.bias.data[end], head.weight.data[end] = math.log(4 / (T - 4) * len(head.weight)), 0.0
+        lengths = [len(problem["prompt"]) for problem in self.problems]
+        self.work = dict(P=P, G=G, S=round(statistics.mean(lengths)), T=T)
         self.reference = copy.deepcopy(self.model) if self.args.beta != 0 else None
         self.optimizers_of = {script: {"policy": script.common.Optimizer(self.model, 1e-9, args)}
                               for script, args in self.args_of.items()}
         self.head = self.model.get_output_embeddings().weight.numel()
         self.body = sum(weight.numel() for weight in self.model.base_model.parameters())
         self.body -= self.model.get_input_embeddings().weight.numel()  # a token reads one row of it
-
-    def make(self, size, P, S):
-        """Make a model of Qwen2.5's architecture and P prompts of S tokens."""
-        config = transformers.Qwen2Config(
-            **dict(zip(SHAPE, SIZES[size][0])), num_key_value_heads=2, tie_word_embeddings=size != "tiny")
-        with torch.device(self.args.device):
-            self.model = transformers.AutoModelForCausalLM.from_config(config).train()
-        if self.args.gradient_checkpointing:
-            self.model.activation_checkpointing_enable()
-        torch.backends.cuda.enable_cudnn_sdp(False)  # this, graphs and TF32 are as in common.load_policy
-        if self.gpu:
-            self.model.reader = common.RecordedReader
-        if self.args.dtype != "float32":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(common.TOY)
-        digits = self.tokenizer("0123456789")["input_ids"]
-        self.prompts = [random.choices(digits, k=S) for _ in range(P)]
-
-    def stop_with(self, p):
-        """Make the end the next token with probability p: feature 0 is 1 in all embeddings, the others next
-        to nothing, and the head weighs it more for the end. A real model is left as it is."""
-        if self.is_real:
-            return
-        odds = p / (1 - p) * (self.model.config.vocab_size - 1)
-        for name, weight in self.model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
-                weight.data.clamp_(-1e-5, 1e-5)
-                weight.data[:, 0] = float(not name.endswith("proj.weight"))
-        head = self.model.get_output_embeddings().weight.data
-        head[self.tokenizer.eos_token_id, 0] += math.log(odds) / head.shape[1] ** 0.5
 
     def seconds(self, function):
         """Of one run, and its result."""
@@ -135,6 +113,15 @@ class Bench:
         shares = ["" if floor is None else f"{floor:.1%}", "" if plain is None else f"{plain:.2f}x"]
         print(f"{name:44}{value:12.4g} {unit:9}{shares[0]:>10}{shares[1]:>10}", flush=True)
 
+def make(size, device, folder):
+    """Save a model of Qwen2.5's architecture with random weights in a folder, and the toy's tokenizer."""
+    config = transformers.Qwen2Config(**dict(zip(SHAPE, SIZES[size][0])), num_key_value_heads=2,
+                                      tie_word_embeddings=size != "tiny")
+    with torch.device(device):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(common.TOY).save_pretrained(folder)
+    return folder
+
 def rates(bench):
     """Bytes per second, read and written, and operations per second: the most in six runs."""
     size, n = (2 ** 30, 8192) if bench.gpu else (2 ** 25, 1024)
@@ -148,12 +135,10 @@ def rates(bench):
 
 def plain_sample(model, prompts, group_size, temperature, stop, T):
     """common.sample by transformers' generate."""
-    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-    real = pad_sequence([torch.ones_like(prompt) for prompt in ids], True, 0, "left")
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    ids, real = common.padded(prompts, model.device, "left")
     written = model.generate(
-        pad_sequence(ids, True, 0, "left"), attention_mask=real, num_return_sequences=group_size,
-        max_new_tokens=T, eos_token_id=stop.tolist() or [-1], pad_token_id=0, **how)
+        ids, attention_mask=real, num_return_sequences=group_size, max_new_tokens=T, do_sample=True,
+        temperature=temperature, top_k=0, top_p=1.0, eos_token_id=stop.tolist(), pad_token_id=0)
     tokens = written[:, real.shape[1]:]
     return tokens, torch.zeros(tokens.shape, device=model.device)
 
@@ -161,7 +146,7 @@ def plain_micro_batches(batch, tokens):
     """A fixed number of rows in the order they came, padded to the longest of the batch."""
     rows = max(1, tokens // batch["ids"].shape[1])
     for i in range(0, len(batch["ids"]), rows):
-        yield {name: x[i:i + rows] for name, x in batch.items() if torch.is_tensor(x)}
+        yield {name: x[i:i + rows] for name, x in batch.items()}
 
 def plain_logprobs(model, batch, args):
     """log_softmax of whole logits, (N, L, V) in float32, and a gather."""
@@ -176,6 +161,7 @@ def plain_logprobs(model, batch, args):
 plainly = mock.patch.multiple(  # decorator: with common's ways exchanged
     common, sample=plain_sample, micro_batches=plain_micro_batches, token_logprobs=plain_logprobs)
 
+@mock.patch.object(common, "stop_ids", lambda *_: [2 ** 30])  # no token
 def rollout(bench):
     """All of T tokens, against the floor and transformers' generate."""
     (P, G, S, T), config = bench.work.values(), bench.model.config.get_text_config()
@@ -184,12 +170,10 @@ def rollout(bench):
     read = (bench.body + cache) * getattr(torch, bench.args.dtype).itemsize + 4 * bench.head
     least = T * max((read + 2 * 4 * P * G * config.vocab_size) / bench.bandwidth,
                     2 * (bench.body + bench.head) * P * G / bench.rate)
-    bench.stop_with(1e-9)
     ours = lambda: common.generate(  # noqa: E731
-        bench.model, bench.tokenizer, bench.prompts, G, 1.0, bench.args)
-    took, ratio, (found, _) = bench.race(ours, plainly(ours))
-    floor = None if bench.is_real else least / took  # completions of a real model end
-    bench.report("rollout", found["mask"].sum().item() / took, "tokens/s", floor, ratio)
+        bench.model, bench.tokenizer, bench.problems, G, 1.0, bench.args)
+    took, ratio, _ = bench.race(ours, plainly(ours))
+    bench.report("rollout", P * G * T / took, "tokens/s", least / took, ratio)
 
 def rewards(bench):
     """Of a rollout: 0 in the first groups, a share of --equal, and 0 and 1 in turn in the others."""
@@ -201,37 +185,33 @@ def one_step(bench, script=grpo):
     def timed(*given, generate=script.common.generate):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
-    parts, problems = {}, [{"prompt": prompt} for prompt in bench.prompts]
-    reward, args = lambda problems, texts: rewards(bench), bench.args_of[script]  # noqa: E731
+    parts, reward, args = {}, lambda problems, texts: rewards(bench), bench.args_of[script]  # noqa: E731
     if hasattr(bench.model, "reader"):  # a checkout with its own graphs; an older one knows no reader
         bench.model.reader = getattr(script.common, "RecordedReader", None)
-    given = bench.model, bench.reference, bench.tokenizer, problems, reward, args
+    given = bench.model, bench.reference, bench.tokenizer, bench.problems, reward, args
     with mock.patch.object(script.common, "generate", timed):
         collected, (batch, _) = bench.seconds(lambda: script.collect(*given))
     parts["log-probs"] = collected - parts["sampling"]
     given = bench.model, bench.optimizers_of[script], batch, args
     parts["update"], _ = bench.seconds(lambda: script.update(*given))
-    if "has_gradient" in batch:
-        batch = {name: batch[name][batch["has_gradient"]] for name in ("attention", "mask")}
-    read, written = batch["attention"].sum().item(), batch["mask"].sum().item()
+    rows = batch.get("has_gradient", slice(None))  # an older checkout computes them all
+    read, written = (batch[name][rows].sum().item() for name in ("attention", "mask"))
     return parts, 6 * (bench.body * read + bench.head * written) / bench.rate * bench.args.epochs
 
 def step(bench):
-    """Ragged rows, against a step with everything plain, and TRL."""
-    bench.stop_with(4 / bench.work["T"])
+    """Ragged rows, against a step with everything plain, another checkout, and TRL."""
     ours = lambda: one_step(bench)  # noqa: E731
-    took, ratio, ((parts, least), (plain, _)) = bench.race(ours, plainly(ours))
-    bench.report("step", took, "s", None, ratio)
-    for name, seconds in parts.items():
-        floor = least / seconds if name == "update" else None
-        bench.report(f"step, {name}", seconds, "s", floor, plain[name] / seconds)
+    plain_ways = {"": plainly(ours)}
     if bench.other:
-        took, ratio, ((parts, _), (plain, _)) = bench.race(ours, lambda: one_step(bench, bench.other))
-        bench.report("step, plain: the other checkout", took, "s", None, ratio)
+        plain_ways[", plain: the other"] = lambda: one_step(bench, bench.other)
+    for what, plain in plain_ways.items():
+        took, ratio, ((parts, least), (slower, _)) = bench.race(ours, plain)
+        bench.report(f"step{what}", took, "s", None, ratio)
         for name, seconds in parts.items():
-            bench.report(f"step, {name}, plain: the other", seconds, "s", None, plain[name] / seconds)
-    if TRL:
-        from results.real.beside_trl import race
+            floor = least / seconds if name == "update" and not what else None
+            bench.report(f"step, {name}{what}", seconds, "s", floor, slower[name] / seconds)
+    if bench.is_real and importlib.util.find_spec("trl"):
+        from beside_trl import race
         took, ratio, length = race(bench, ours, rewards(bench))
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
 
@@ -244,8 +224,8 @@ def main(argv=None):
     args, script_args = parser.parse_known_args(argv)
     bench = Bench(args.model_size, args.model, script_args, args.equal, args.against)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}, {bench.work}")
-    print(f"groups of equal rewards: {bench.equal:.0%}")
+    where += f", {bench.work}, groups of equal rewards: {bench.equal:.0%}"
+    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):
         part(bench)

@@ -4,10 +4,11 @@
     python tests/tools/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
     python tests/tools/plot.py tests/results/toy/toy.csv --out toy.png
 
-A run is a directory with a metrics.jsonl, that file itself, or rows of a .csv with the columns run, seed,
-step and numbers. Runs that differ only in the seed, the -seed0 or -s0 at the end of a directory's name, are
-one line: the mean at the steps that all of them have, in a band from the lowest to the highest of them. A
-quantity that no run has gets no panel. With --of there is one quantity, and a panel for each file.
+A run is a directory with a metrics.jsonl, or rows of a .csv with the columns run, seed, step and numbers.
+Runs that differ only in the seed, the -seed0 or -s0 at the end of a directory's name, are one line: the mean
+at the steps that all of them have, in a band from the lowest to the highest of them. A quantity that no run
+has gets no panel. With --of there is one quantity, such as a number that your copy of a script logs: all
+directories share a panel, and each .csv has its own.
 """
 import argparse
 import re
@@ -27,9 +28,10 @@ def read(path):
     """Read runs as a table with the columns run, seed, step and numbers."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, dtype={"run": str})
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    run, seed = re.fullmatch(r"(.*?)(?:-s(?:eed)?(\d+))?", path.resolve().parent.name).groups()
-    return pandas.read_json(path, lines=True).assign(run=run, seed=int(seed or 0))
+    if path.is_dir() and not (path / "metrics.jsonl").exists():
+        return pandas.DataFrame()  # in runs/* there may be others than runs
+    run, seed = re.fullmatch(r"(.*?)(?:-s(?:eed)?(\d+))?", path.resolve().name).groups()
+    return pandas.read_json(path / "metrics.jsonl", lines=True).assign(run=run, seed=int(seed or 0))
 
 def curve(runs, key):
     """Mean, lowest, highest and number of the runs' values at the steps that all of them have, by step."""
@@ -51,14 +53,9 @@ def draw(panels, logit, out):
             axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
                       markersize=3, linewidth=1.4, label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
-        ticks = LOGIT_TICKS if logit else None
-        if logit:
-            axis.set_yscale("logit")
-        elif key == "clip_frac":  # one script clips a token in a thousand, another half of all
-            axis.set_yscale("symlog", linthresh=0.001)
-            ticks = SHARE_TICKS
-        if ticks:
-            axis.yaxis.set_major_locator(ticker.FixedLocator(ticks))
+        if logit or key == "clip_frac":  # one script clips a token in a thousand, another half of all
+            axis.set_yscale("logit") if logit else axis.set_yscale("symlog", linthresh=0.001)
+            axis.yaxis.set_major_locator(ticker.FixedLocator(LOGIT_TICKS if logit else SHARE_TICKS))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.set_title(title, fontsize=10)
@@ -68,29 +65,30 @@ def draw(panels, logit, out):
         axis.grid(alpha=0.3)
         if axis is axes.flat[0] or table is not panels[0][2]:  # the lines of one table are the same in all
             axis.legend(fontsize=8)
-    what = "line: the mean of the runs;  band: from the lowest run to the highest"
-    figure.text(0.5, 0.008, what, ha="center", fontsize=9)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.supxlabel("line: the mean of the runs;  band: from the lowest run to the highest", fontsize=9)
+    figure.tight_layout()
     figure.savefig(out, dpi=100)
 
-def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory, metrics.jsonl or .csv")
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory or .csv")
     parser.add_argument("--out", required=True, metavar="FILE.png", help="picture to write")
-    parser.add_argument("--of", metavar="QUANTITY",
-                        help=f"draw one such as {list(PANELS)[0]}, a panel per file")
+    parser.add_argument("--of", metavar="QUANTITY", help=f"draw one, such as {list(PANELS)[0]}")
     parser.add_argument("--logit", action="store_true", help="spread shares near 0 and 1")
-    args = parser.parse_args()
-    tables = {path: read(path) for path in args.runs if path.is_file() or (path / "metrics.jsonl").exists()}
-    if args.of:
-        panels = [(path.stem.replace("_", " ") + ": " + PANELS.get(args.of, args.of), args.of, table)
-                  for path, table in tables.items()]
-    else:
-        together = pandas.concat(tables.values()) if tables else {}
-        panels = [(title, key, together) for key, title in PANELS.items() if key in together]
+    args = parser.parse_args(argv)
+    shown = {args.of: PANELS.get(args.of, args.of)} if args.of else PANELS
+    tables = {}  # those that share their panels, by the beginning of a title
+    for path in args.runs:
+        table = read(path)
+        if not shown.keys() & set(table):
+            print(f"plot.py: {path} is left out: it has no {args.of or 'such numbers'}", file=sys.stderr)
+            continue
+        name = path.stem.replace("_", " ") + ": " if args.of and path.suffix == ".csv" else ""
+        tables[name] = pandas.concat([tables.get(name), table])
+    panels = [(name + title, key, table) for name, table in tables.items()
+              for key, title in shown.items() if key in table]
     if not panels:
-        sys.exit("plot.py: these runs have nothing to draw")
+        sys.exit("plot.py: there is nothing to draw")
     draw(panels, args.logit, args.out)
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ def as_batch(prompts, completions, device):
 
 def train(model, optimizer, batches, warm_up=20, every=10):
     """The policy gradient, with given completions and advantage 1; --lr rises, then falls to 0.
-
-    `batches` is a list of pairs (prompts, completions), lists of lists of ids.
-    """
+    `batches` is a list of pairs (prompts, completions), lists of lists of ids."""
     lr = optimizer.full_lr
     for step, (prompts, completions) in enumerate(batches):
         batch = as_batch(prompts, completions, model.device)
@@ -42,25 +40,23 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 
 def main(args):
     """One pass over the problems, --prompts at a time."""
+    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
-    split = common.read_dataset(args.dataset)[args.split]
-    if "solution" not in split.column_names:
-        sys.exit(f'--dataset {args.dataset}: no column "solution", there are {", ".join(split.column_names)}')
-    problems = common.prepare(split, tokenizer, args, "training")
+    split = common.read_dataset(args.dataset, args.subset)[args.split]
+    problems = common.prepare(split, tokenizer, args)
     problems = random.Random(args.seed).sample(problems, len(problems))
     batches, size = [], min(args.prompts, len(problems))
     for start in range(0, len(problems) - size + 1, size):  # what is left over fills no batch
         part = problems[start:start + size]
-        texts = [problem["solution"] for problem in part]
-        completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        solutions = [problem["row"]["solution"] for problem in part]
+        completions = tokenizer(solutions, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id]
         batches.append(([problem["prompt"] for problem in part], [ids + end for ids in completions]))
-    optimizer = common.Optimizer(policy, args.lr, args)
-    train(policy, optimizer, batches)
+    train(policy, common.Optimizer(policy, args.lr, args), batches)
     policy.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
 
 if __name__ == "__main__":
-    flags = ["--prompts", "16", "--lr", "1e-4", "--warmup_steps", "0"]
-    common.launch(main, grpo.parse_args(flags + sys.argv[1:]))
+    flags = ["--prompts", "16", "--minibatches", "1", "--lr", "1e-4", "--warmup_steps", "0"]
+    main(grpo.parse_args(flags + sys.argv[1:]))

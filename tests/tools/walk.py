@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
 
 SHADES = {"+": (189, 153, 111, 75, 69), "-": (224, 217, 210, 203, 167), ".": [248]}  # of the terminal's 256
@@ -27,11 +27,9 @@ def watch(script, args):
     rewards, and the log-probs of these rows: those of pi_old, then those after each optimiser step."""
     seen, collect, update = {"script": script}, script.collect, script.update
     step = common.Optimizer.clip_and_step
-    def note(function, values, named):
-        seen.update(inspect.signature(function).bind(*values, **named).arguments)
     def watched_update(*values, **named):
-        note(collect, *collected.call_args)
-        note(update, values, named)
+        for function, given in (collect, collected.call_args), (update, mock.call(*values, **named)):
+            seen.update(inspect.signature(function).bind(*given.args, **given.kwargs).arguments)
         parts, rewards = torch.arange(len(seen["rollout"]["ids"])).split(8), seen["rollout"]["rewards"]
         seen["chosen"] = [p for p in parts if len(rewards[p].unique()) > 1 or p is parts[0]][-1].tolist()
         seen["rows"] = {name: x[seen["chosen"]] for name, x in seen["rollout"].items() if torch.is_tensor(x)}
@@ -44,9 +42,9 @@ def watch(script, args):
                 seen["logps"].append(common.token_logprobs(seen["policy"], seen["rows"], args))
         return stats
     with (mock.patch.object(script, "collect", wraps=collect) as collected,
-          mock.patch.object(script, "update", watched_update),
-          mock.patch.object(common.Optimizer, "clip_and_step", watched_step), mock.patch("builtins.print"),
-          mock.patch.multiple(common, log=mock.DEFAULT, save_checkpoint=mock.DEFAULT,
+          mock.patch.object(script, "update", watched_update), mock.patch("builtins.print"),
+          mock.patch.object(common.Optimizer, "clip_and_step", watched_step),
+          mock.patch.multiple(common, **dict.fromkeys(("start_run", "log", "save_checkpoint"), mock.DEFAULT),
                               load_checkpoint=lambda *_: 0, evaluate=lambda *_: {})):
         script.main(args)
     return seen
@@ -59,22 +57,21 @@ def call(function, given):
 
 def pushes_of(seen, logp):
     """The push of each token, N dJ/dlog pi, (n, T), where the policy has these log-probs: by policy_loss."""
-    logp = logp.clone().requires_grad_()
-    given = {"ref_logp": None, "args": seen["args"]} | seen["rows"] | {"logp": logp}
-    given["beta"] = 0  # the KL would push clipped tokens, too
+    logp = logp.clone().requires_grad_()  # beta is 0, as the KL would push clipped tokens, too
+    given = {"ref_logp": None, "args": seen["args"]} | seen["rows"] | {"logp": logp, "beta": 0}
     return -torch.autograd.grad(call(seen["script"].policy_loss, given)[0], logp)[0]
 
 def tokens_of(seen, i):
     """The tokens of completion i of those that are shown, as texts without line breaks."""
-    names = ("ids", "attention", "prompt_length")
-    ids, attention, start = (seen["rollout"][name][seen["chosen"][i]] for name in names)
+    ids, attention, start = (seen["rollout"][name][seen["chosen"][i]]
+                             for name in ("ids", "attention", "prompt_length"))
     texts = (seen["tokenizer"].decode([token], skip_special_tokens=True) or "∎"
              for token in ids[start:attention.sum()].tolist())
     return ["".join(c if c.isprintable() else "·" for c in text.replace("\n", "↵")) for text in texts]
 
 def listed(seen, entries, colour):
     """Lines of completions after their questions. An entry is (completion, label, pushes from -1 to 1)."""
-    asked = [seen["problems"][row // seen["args"].group_size]["question"] for row in seen["chosen"]]
+    asked = [seen["rollout"]["problems"][row]["question"] for row in seen["chosen"]]
     width, lines = min(20, max(map(len, asked))), []
     for i, label, pushes in entries:
         label, tokens = f"{label}  {textwrap.shorten(asked[i], width):{width}}  ", tokens_of(seen, i)
@@ -89,8 +86,8 @@ def listed(seen, entries, colour):
 def sampled(seen):
     """Lines of the completions with their rewards and advantages."""
     rewards, adv, mask = (seen["rollout"][name][seen["chosen"]] for name in ("rewards", "adv", "mask"))
-    means = (adv * mask).sum(1) / mask.sum(1)
-    entries = [(i, f"{rewards[i]:6.3g}  {means[i]:+9.3f}", []) for i in range(len(mask))]
+    pairs = zip(rewards, (adv * mask).sum(1) / mask.sum(1))
+    entries = [(i, f"{reward:6.3g}  {mean:+9.3f}", []) for i, (reward, mean) in enumerate(pairs)]
     return ["reward  advantage  question and completion", *listed(seen, entries, colour=False)]
 
 def pushed(seen, colour):
@@ -148,8 +145,6 @@ def main(argv=None):
         sys.exit("all completions have one reward, and none is pushed: give another --after or --seed")
     for title, text, lines in screens(seen, sys.stdout.isatty() and not os.environ.get("NO_COLOR")):
         print(f"\n---- {title + ' ':-<75}", textwrap.fill(text, 80), "", *lines, sep="\n")
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            input("Enter: ")
 
 if __name__ == "__main__":
     main()

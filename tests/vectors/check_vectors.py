@@ -3,8 +3,9 @@
     python tests/vectors/check_vectors.py            computes vectors.json again, and compares
     python tests/vectors/check_vectors.py --write    writes what it computes into vectors.json
 
-vectors.json has a batch, which was drawn at random once, and cases, which name their settings. All else comes
-from the loops. So to add a case, write its settings into the file and run the second command.
+vectors.json has two batches, drawn at random once: `batch`, and `far` with ratios near e^9 and e^-9. It also
+has cases, which name their settings. All else comes from the loops. So to add a case, write its settings into
+the file and run the second command.
 
 A completion is a list with one number for each token, so no equation here needs a mask. Nor do the gradients
 need calculus: f(x + ih) is f(x) + ih f'(x) if h is as small as 1e-20. So we add ih to one log-prob, and the
@@ -41,18 +42,28 @@ def group_advantages(rewards, G, kind="grpo"):
         A += [0.0 if max(r) == min(r) else (x - mean) * scale for x in r]
     return A
 
+def maxrl_advantages(rewards, G):
+    """Fork maxrl: A_i = (r_i - mean(r)) / mean(r), for rewards of at least 0; 0 if all are 0."""
+    means = [sum(rewards[i - i % G:][:G]) / G for i in range(len(rewards))]
+    return [0.0 if m == 0 else r / m - 1 for r, m in zip(rewards, means)]
+
+def gdpo_advantages(rewards, weights, G):
+    """Fork gdpo: the weighted sum of grpo's advantages of each reward, divided by its std over all + 1e-4"""
+    each = zip(*(group_advantages(r, G) for r in rewards))
+    A = [sum(v * z for v, z in zip(weights, row)) for row in each]
+    return [a / (sqrt(sum((a - sum(A) / len(A)) ** 2 for a in A) / (len(A) - 1)) + 1e-4) for a in A]
+
 def token_rewards(reward, old_logp, ref_logp, beta):
     """(4) of ppo.py: r_t = (r at the last token, 0 before it) - beta (log pi_old - log pi_ref)"""
     rewards = [-beta * (old - ref) for old, ref in zip(old_logp, ref_logp)]
     return rewards[:-1] + [rewards[-1] + reward]
 
 def gae(rewards, old_values, gamma, lam):
-    """(1) of ppo.py: A_t = delta_t + gamma lam A_{t+1},
+    """(1) of ppo.py: A_t = sum_l (gamma lam)^l delta_{t+l},
     delta_t = r_t + gamma V_{t+1} - V_t, V_{|o|+1} = 0"""
-    V, A = old_values + [0], [0] * (len(old_values) + 1)
-    for t in reversed(range(len(old_values))):
-        A[t] = rewards[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
-    return A[:-1]
+    V, T = old_values + [0], len(old_values)
+    delta = [rewards[t] + gamma * V[t + 1] - V[t] for t in range(T)]
+    return [sum((gamma * lam) ** l * delta[t + l] for l in range(T - t)) for t in range(T)]
 
 def whiten(rows):
     """--whiten of ppo.py: all tokens of the batch together get mean 0 and deviation 1."""
@@ -62,15 +73,18 @@ def whiten(rows):
     return [[(x - mean) / std for x in row] for row in rows]
 
 def ratio(kind, log_w, t):
-    """(2): w_t = pi/pi_old; s = exp(mean_t log w_t) of gspo.py; sg[s] pi/sg[pi] of its --token_level"""
+    """(2): w_t = pi/pi_old, in fork sao pi/pi of the sampler; s = exp(mean_t log w_t) of gspo.py;
+    sg[s] pi/sg[pi] of its --token_level"""
     w, s = exp(log_w[t]), exp(sum(log_w) / len(log_w))
-    return {"token": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
+    return {"token": w, "sampler": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
 
 def gain(case, log_w, t, A, logp):
     """(3): min(w_t A, clip(w_t, 1 - eps_low, 1 + eps_high) A), or what a fork has in its place"""
     low, high, w = case.get("eps_low"), case.get("eps_high"), ratio(case["ratio"], log_w, t)
     if case["form"] == "clip":
         return smaller(w * A, clip(w, 1 - low, 1 + high) * A)
+    if case["form"] == "mask":  # fork sao: w_t A inside the range, 0 outside, whatever the sign of A
+        return w * A if 1 - low < w.real < 1 + high else 0
     if case["form"] == "cispo":  # sg[min(w_t, 1 + eps_high)] A log pi
         return smaller(w, 1 + high).real * A * logp
     if case["form"] == "sapo":  # 4/tau sigmoid(tau (w_t - 1)) A
@@ -79,14 +93,21 @@ def gain(case, log_w, t, A, logp):
     if case["form"] == "gmpo":  # exp(mean_t log w_t) A, each log w_t clipped on the side that A's sign says
         return exp(sum(smaller(x, high) if A > 0 else larger(x, -low) for x in log_w) / len(log_w)) * A
 
+    if case["form"] == "dppo":  # w_t A, or 0 if A pushes pi away from mu, and they differ by more than delta
+        pi, mu = exp(logp).real, exp(logp - log_w[t]).real
+        D = {"tv": abs(pi - mu), "kl": sum(m * log(m / p).real for p, m in ((pi, mu), (1 - pi, 1 - mu)))}
+        return 0 * w if D[case["divergence"]] > case["delta"] and (pi > mu) == (A > 0) else w * A
+
 def penalty(case, log_w, logp, ref_logp):
     """(4) of grpo.py and gspo.py: x - log x - 1, x = pi_ref/pi; with --kl wk3 times w_t"""
     x = exp(ref_logp - logp)
     return (x - log(x) - 1) * (exp(log_w) if case["kl"] == "wk3" else 1)
 
-def correction(case, old_logp, sampled_logp):
-    """Fork tis: m_t = pi_old of the trainer / pi_old of the sampler, cut at m_high, or 0 out of range"""
-    m = exp(old_logp - sampled_logp).real
+def correction(case, old_logp, sampled_logp, t):
+    """Fork tis: m_t = pi_old of the trainer / pi_old of the sampler, cut at m_high, or 0 out of range; with
+    "whole" the product of all m_t of the completion"""
+    log_m = [old - sampled for old, sampled in zip(old_logp, sampled_logp)]
+    m = exp(sum(log_m) if case.get("whole") else log_m[t]).real
     inside = case["m_low"] <= m <= case["m_high"]
     return min(m, case["m_high"]) if case["weight"] == "truncated" else m * inside
 
@@ -101,9 +122,10 @@ def share(case, i, b):
 
 def policy_loss(case, i, logp, b, A):
     """(3): the part of completion i in -J, if its log-probs are `logp`"""
-    total, log_w = 0, [new - old for new, old in zip(logp, b["old_logp"][i])]
+    of = "sampled_logp" if case["ratio"] == "sampler" else "old_logp"
+    total, log_w = 0, [new - old for new, old in zip(logp, b[of][i])]
     for t in range(len(logp)):
-        m = correction(case, b["old_logp"][i][t], b["sampled_logp"][i][t]) if "weight" in case else 1
+        m = correction(case, b["old_logp"][i], b["sampled_logp"][i], t) if "weight" in case else 1
         total += m * gain(case, log_w, t, A[i][t], logp[t])
         total -= case["beta"] * penalty(case, log_w[t], logp[t], b["ref_logp"][i][t])
     return -total * share(case, i, b)
@@ -125,25 +147,37 @@ def loss_and_gradient(f, rows):
         for i, row in enumerate(rows)]
 
 def fill(vectors):
-    """Compute all that follows from the batch and the settings."""
-    b, p = vectors["batch"], vectors["ppo"]
-    A = {kind: group_advantages(b["rewards"], b["group_size"], kind) for kind in ("grpo", "dr_grpo", "rloo")}
-    A["per_token"] = [[0.9 ** (n - t) * a for t in range(1, n + 1)] for a, n in zip(A["grpo"], b["lengths"])]
-    log_w = [[new - old for new, old in zip(*rows)] for rows in zip(b["logp"], b["old_logp"])]
-    vectors["advantages"] = A
-    vectors["ratios"] = {"token": [[exp(x) for x in row] for row in log_w],
-                         "sequence": [ratio("sequence", row, 0) for row in log_w]}
-    paid = [token_rewards(*row, p["beta"]) for row in zip(b["rewards"], b["old_logp"], b["ref_logp"])]
-    adv = [gae(*row, p["gamma"], p["lam"]) for row in zip(paid, b["old_values"])]
-    R = [[a + V for a, V in zip(*row)] for row in zip(adv, b["old_values"])]
-    p |= {"token_rewards": paid, "advantages": adv, "returns": R, "whitened": whiten(adv)}
-    p["value_loss"], p["value_gradient"] = loss_and_gradient(
-        lambda i, values: value_loss(p, i, values, b, R), b["values"])
-    for case in vectors["policy_losses"]:
-        adv = (A | p)[case["advantages"]]
-        adv = [a if isinstance(a, list) else [a] * n for a, n in zip(adv, b["lengths"])]
-        case["loss"], case["gradient"] = loss_and_gradient(
-            lambda i, logp: policy_loss(case, i, logp, b, adv), b["logp"])
+    """Compute all that follows from the settings and the two batches."""
+    p, maxrl, gdpo = vectors["ppo"], vectors["maxrl"], vectors["gdpo"]
+    maxrl["advantages"] = maxrl_advantages(maxrl["rewards"], maxrl["group_size"])
+    gdpo["advantages"] = gdpo_advantages(gdpo["rewards"], gdpo["weights"], gdpo["group_size"])
+    vectors["far"]["policy_losses"] = [{"name": case["name"]} for case in vectors["policy_losses"]]
+    for part in (vectors, vectors["far"]):
+        b = part["batch"]
+        A = {kind: group_advantages(b["rewards"], b["group_size"], kind)
+             for kind in ("grpo", "dr_grpo", "rloo")}
+        A["per_token"] = [[0.9 ** (n - t) * a for t in range(1, n + 1)]
+                          for a, n in zip(A["grpo"], b["lengths"])]
+        A["length_adaptive"] = whiten([
+            gae([0.0] * (n - 1) + [r], V, 0.9, max(0, 1 - 1 / (0.2 * n)))
+            for r, V, n in zip(b["rewards"], b["old_values"], b["lengths"])])
+        log_w = [[new - old for new, old in zip(*rows)] for rows in zip(b["logp"], b["old_logp"])]
+        part["advantages"] = A
+        part["ratios"] = {"token": [[exp(x) for x in row] for row in log_w],
+                          "sequence": [ratio("sequence", row, 0) for row in log_w]}
+
+        paid = [token_rewards(*row, p["beta"]) for row in zip(b["rewards"], b["old_logp"], b["ref_logp"])]
+        adv = [gae(*row, p["gamma"], p["lam"]) for row in zip(paid, b["old_values"])]
+        R = [[a + V for a, V in zip(*row)] for row in zip(adv, b["old_values"])]
+        L, slopes = loss_and_gradient(lambda i, values: value_loss(p, i, values, b, R), b["values"])
+        part["ppo"] |= {"token_rewards": paid, "advantages": adv, "returns": R, "whitened": whiten(adv),
+                        "value_loss": L, "value_gradient": slopes}
+
+        for case, found in zip(vectors["policy_losses"], part["policy_losses"]):
+            adv = (A | part["ppo"])[case["advantages"]]
+            adv = [a if isinstance(a, list) else [a] * n for a, n in zip(adv, b["lengths"])]
+            found["loss"], found["gradient"] = loss_and_gradient(
+                lambda i, logp: policy_loss(case, i, logp, b, adv), b["logp"])
 
 def text(vectors):
     """JSON with 10 decimals, and with a line for each row of numbers."""

@@ -36,9 +36,8 @@ IN_A_ROW = 3  # steps for which a number must be out of range
 MARGIN = 0.1  # by which a range is widened on each side, in widths of the range
 
 class Mistake(NamedTuple):
-    """What to replace: edits are (file, right, wrong), in the function `within` if it is named. `test` fails
-    with the mistake. The run stands beside the sound script with the flags `beside`. A choice is no mistake:
-    good code does it either way."""
+    """What to replace: edits are (file, right, wrong). `test` fails with the mistake. The run stands beside
+    the sound script with the flags `beside`. A choice is no mistake: good code does it either way."""
     group: str
     name: str
     script: str
@@ -47,18 +46,17 @@ class Mistake(NamedTuple):
     beside: str
     test: str
     choice: bool
-    within: str = ""
 
 GROUPS = {}  # filled by the calls of `add` below: group -> mistakes
 
-def add(group, name, script, *edits, flags="", test="", choice=None, within=""):
+def add(group, name, script, *edits, flags="", test="", choice=None):
     """Add a mistake, or a choice: the flags that it adds to `flags`. An edit without a file is of the script.
     PPO takes four passes over a rollout, so that it is near the end after ten steps."""
     edits = [edit if len(edit) == 3 else (script, *edit) for edit in edits]
     beside = f"{flags} --steps 10".strip() if script == "ppo" else flags
     flags = f"{beside} {choice or ''}".strip()
     GROUPS.setdefault(group, []).append(
-        Mistake(group, name, script, edits, flags, beside, test, choice is not None, within))
+        Mistake(group, name, script, edits, flags, beside, test, choice is not None))
 
 # ---- The mistakes, in the order of a step ----
 
@@ -80,7 +78,7 @@ add(group, "top-k in the sampler alone", "grpo",
 add(group, "temperature in the sampler alone", "grpo",
     ("common", "head_logits(model, hidden) / temperature", "head_logits(model, hidden)"),
     flags="--temperature 0.6",
-    test="test_every_script.py::test_the_temperature_is_that_of_the_samples_and_of_all_log_probs")
+    test="test_logprobs.py::test_equal_to_the_whole_log_softmax_in_value_and_gradient")
 add(group, "temperature in the log-probs alone", "grpo",
     ("common", "(logits / (temperature or 1))", "logits"),
     flags="--temperature 0.6", test="test_sampling.py::test_samples_come_from_the_softmax_of_whole_logits")
@@ -89,13 +87,13 @@ add(group, "one random number for all completions", "grpo",
     test="test_sampling.py::test_samples_come_from_the_softmax_of_whole_logits")
 add(group, "the same random numbers in every step", "grpo",
     ("torch.manual_seed(args.seed * 1_000_003 + step)", "torch.manual_seed(args.seed)"),
-    test="test_cli.py::test_no_two_steps_of_any_seeds_share_noise_and_none_of_a_run_problems")
+    test="test_cli.py::test_no_two_steps_of_any_seeds_share_noise_or_all_problems")
 add(group, "the same problems in every step", "grpo",
-    ("common", "len(problems), (step - 1) * args.prompts", "len(problems), 0"),
+    ("common", "len(problems), (step - 1) * count", "len(problems), 0"),
     test="test_batching.py::test_batches_visit_every_problem_once_a_pass")
 add(group, "dropout in training", "grpo",
     ("common", "setattr(text, name, 0.0)", "setattr(text, name, 0.1)"),
-    test="test_logprobs.py::test_before_the_first_update_the_ratio_is_one")
+    test="test_logprobs.py::test_dropout_is_off_and_training_uses_no_mask")
 add(group, "log-probs of the next position", "grpo",
     ("common", "hidden[i, column - 1]", "hidden[i, column]"),
     test="test_logprobs.py::test_equal_to_the_whole_log_softmax_in_value_and_gradient")
@@ -115,9 +113,8 @@ add(group, "tokens after the end are trained", "grpo",
 
 group = "Rewards"
 add(group, "rewards of other questions", "grpo",
-    ("common", "[p for p in problems for _ in range(len(texts) // len(problems))]",
-     "problems * (len(texts) // len(problems))"), within="rewards_of",
-    test="test_data.py::test_a_reward_gets_each_problem_beside_its_completions_and_may_give_any_numbers")
+    ("common", '"problems": problems,', '"problems": problems[::group_size] * group_size,'),
+    test="test_sampling.py::test_the_samplers_log_probs_are_those_of_the_tokens")
 add(group, "an answer that contains the right one is paid", "grpo",
     ("common", "given == gold", "gold in given"),
     test="test_math_reward.py::test_never_pays_another_answer")
@@ -183,7 +180,7 @@ add(group, "s is a product", "gspo",
     test="test_equations.py::test_2_ratio_of_a_token_or_of_a_completion")
 add(group, "s is a mean over the padding, too", "gspo",
     ("(log_ratio.sum(1, keepdim=True) / lengths)", "log_ratio.mean(1, keepdim=True)"),
-    test="test_losses.py::test_value_gradient_and_statistics_equal_a_float_loop")
+    test="test_every_script.py::test_any_cut_into_micro_batches_gives_the_same_gradient")
 add(group, "GSPO-token without the stop of a gradient", "gspo",
     ("ratio.detach() * (logp - logp.detach()).exp()", "ratio * (logp - logp.detach()).exp()"),
     flags="--token_level", test="test_equations.py::test_2_gspo_token_has_an_advantage_for_every_token")
@@ -207,7 +204,7 @@ add(group, "the KL is rewarded", "grpo",
     test="test_equations.py::test_4_grpo_k3")
 add(group, "the reference is the policy itself", "grpo",
     ("copy.deepcopy(policy).eval().requires_grad_(False) if", "policy if"), flags="--beta 0.4",
-    test="test_cli.py::test_beta_0_holds_no_reference_and_otherwise_it_is_the_frozen_model")
+    test="test_cli.py::test_the_reference_is_the_first_model_or_that_of_an_mth_step")
 add(group, "the KL to the old policy", "grpo",
     ("((ref_logp - logp) * mask)", "((old_logp - logp) * mask)"), flags="--beta 0.4",
     test="test_equations.py::test_4_grpo_k3")
@@ -289,8 +286,8 @@ add(group, "logits rounded to bfloat16", "grpo",
      "head(scale * hidden.to(head.weight.dtype)).bfloat16().float()"),
     test="test_logprobs.py::test_logits_are_not_rounded_in_bfloat16")
 add(group, "the sampler in bfloat16", "grpo",
-    ("common", 'getattr(torch, args.dtype), enabled=args.dtype != "float32"):\n        tokens',
-     "torch.bfloat16, enabled=True):\n        tokens"),
+    ("common", 'getattr(torch, args.dtype), enabled=args.dtype != "float32"):\n        prompts',
+     "torch.bfloat16, enabled=True):\n        prompts"),
     test="test_sampling.py::test_the_samplers_log_probs_are_those_of_the_tokens")
 add(group, "gradients added up in bfloat16", "grpo",
     ("(loss / rows).backward()", "(loss / rows).backward()\n                "
@@ -299,14 +296,14 @@ add(group, "gradients added up in bfloat16", "grpo",
 
 group = "Evaluation and statistics"
 add(group, "evaluated on what was trained on", "grpo",
-    ("common", "held_out = held_out.select", "held_out = train.select"),
-    test="test_data.py::test_what_is_trained_on_is_never_held_out")
+    ("common", "prepare(held_out.select", "prepare(train.select"),
+    test="test_data.py::test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable")
 add(group, "entropy averaged over the padding", "grpo",
     ("common", '-(rollout["sampled_logp"] * mask).sum() / mask.sum()', '-rollout["sampled_logp"].mean()'),
     test="test_batching.py::test_rollout_statistics_leave_padding_out")
 add(group, "statistics of the last micro-batch", "grpo",
     ("logged.append(stats)", "logged = [stats]"), flags=SMALL,
-    test="test_every_script.py::test_statistics_are_those_of_all_passes")
+    test="test_every_script.py::test_any_cut_into_micro_batches_gives_the_same_gradient")
 add(group, "variance explained of returns that lean on V", "ppo",
     ("explained_variance(returns_to_go,", 'explained_variance(rollout["returns"],'),
     test="test_ppo.py::test_collect_by_loops")
@@ -408,17 +405,14 @@ SOUND = [Mistake("", f"{script} {flags}".strip(), script, [], flags, flags, "", 
 # ---- A run ----
 
 def plant(mistake, tree):
-    """Copy the scripts into `tree`, with the mistake. Each right text must be there exactly once: in the
-    file, or in the function that the mistake names."""
+    """Copy the scripts into `tree`, with the mistake. Each right text must be in its file exactly once."""
     tree.mkdir(parents=True, exist_ok=True)
     sources = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS}
     for file, right, wrong in mistake.edits:
-        pattern = rf"^def {mistake.within}\(.*\n(?:(?: .*)?\n)*" if mistake.within else r"(?s:.+)"
-        place = re.search(pattern, sources[file], re.M)[0]
-        count = place.count(right)
+        count = sources[file].count(right)
         if count != 1:
             sys.exit(f"{mistake.name}: {right!r} is {count} times in {file}.py, not once")
-        sources[file] = sources[file].replace(place, place.replace(right, wrong))
+        sources[file] = sources[file].replace(right, wrong)
     for name, source in sources.items():
         (tree / f"{name}.py").write_text(source, encoding="utf-8")
 
@@ -455,7 +449,7 @@ def train(mistake, seed, out, steps=None):
     try:
         args = script.parse_args(["--out", str(out / "run"), "--eval_problems", "64", *flags])
         args.eval_every = args.save_every = args.steps = steps or args.steps
-        common.launch(script.main, args)
+        script.main(args)
     except SystemExit as refusal:
         row["error"] = str(refusal.code)
     else:
@@ -464,7 +458,7 @@ def train(mistake, seed, out, steps=None):
         args.model = str(out / "run" / f"step-{args.steps}")
         policy, tokenizer = common.load_policy(args)
         held_out = common.read_dataset(common.TOY)["test"]
-        problems = common.prepare(held_out.select(range(EXAM)), tokenizer, args, "graded")
+        problems = common.prepare(held_out.select(range(EXAM)), tokenizer, args)
         answers = common.attempts(
             policy, tokenizer, problems, common.answer_reward, args.temperature, args)
         row["accuracy"] = statistics.fmean(answer["right"] for answer in answers)
@@ -572,7 +566,7 @@ def measure(mistake, rows, sound, pooled):
 def run_tests(mistake, tests, tree):
     """Run tests in a copy of the repository with the mistake; exits with pytest's status."""
     import pytest
-    keep_out = shutil.ignore_patterns("results", "__pycache__", "forks")
+    keep_out = shutil.ignore_patterns("results", "__pycache__")
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=keep_out)
     plant(mistake, tree)
     os.chdir(tree / "tests")

@@ -59,7 +59,8 @@ def race(bench, ours, rewards):
     """A rollout and its optimiser steps in TRL with bench's model, prompts, group, limit, minibatches and KL
     term, and after each a step of ours. Seconds of ours, median ratio, mean length."""
     (P, G, _, T), args, rollouts, runs, lengths = bench.work.values(), bench.args, bench.pairs + 1, [], []
-    data = datasets.Dataset.from_dict({"prompt": bench.tokenizer.batch_decode(bench.prompts) * rollouts})
+    prompts = bench.tokenizer.batch_decode([problem["prompt"] for problem in bench.problems])
+    data = datasets.Dataset.from_dict({"prompt": prompts * rollouts})
 
     class TakeTurns(transformers.TrainerCallback):
         began, steps = bench.clock(), 0

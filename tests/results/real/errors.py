@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import evaluate  # noqa: E402  it puts the root of the repository on the path
 import common  # noqa: E402
-import grpo  # noqa: E402
 
 EQUATION = re.compile(r"(\d+(?:\.\d+)?) ([-+*/]) (\d+(?:\.\d+)?) = (\d+(?:\.\d+)?)")
 
@@ -37,10 +37,9 @@ def read(text):
 def main(args):
     """Print one line of JSON."""
     policy, tokenizer = common.load_policy(args)
-    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args, "held-out")
+    problems = common.prepare(common.read_dataset(args.dataset)[args.split], tokenizer, args)
     problems = random.Random(0).sample(problems, min(args.eval_problems, len(problems)))
-    prompts = [problem["prompt"] for problem in problems]
-    texts = common.generate(policy, tokenizer, prompts, 1, 0.0, args)["texts"]
+    texts = common.generate(policy, tokenizer, problems, 1, 0.0, args)["texts"]
     counts = dict.fromkeys(["equation", "gold equation", "true equation", "both"], 0)
     for problem, text in zip(problems, texts):
         written, gold = read(text), read(problem["solution"])  # gold: none where it takes two operations
@@ -52,7 +51,7 @@ def main(args):
             counts["true equation"] += is_true
             counts["both"] += is_gold and is_true
     torch.manual_seed(args.seed)
-    problems.sort(key=lambda problem: len(problem["prompt"]))  # as attempts sorts them
+    problems.sort(key=lambda problem: len(problem["prompt"]))  # for little padding
     eight = [problem for problem in problems for _ in range(8)]
     records = common.attempts(policy, tokenizer, eight, common.answer_reward, 1.0, args)
     right = torch.tensor([record["right"] for record in records]).view(-1, 8)
@@ -63,4 +62,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(grpo.parse_args(["--split", "test", "--eval_problems", "200", *sys.argv[1:]]))
+    main(evaluate.parse_args(["--split", "test", "--eval_problems", "200", *sys.argv[1:]]))

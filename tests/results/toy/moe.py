@@ -1,6 +1,6 @@
 """How far do the ratios of tokens and of sequences move because a mixture of experts chose other experts?
 
-    python tests/results/toy/moe.py --out runs/moe    make the model, unless it is there; measure it and the toy
+    python tests/results/toy/moe.py --out runs/moe    make the model, if not there; measure it and the toy
 
 The model is the toy, warmed up as in tests/toy/make.py, but a Qwen3-MoE: in place of each MLP it has 8
 experts of half the width, and a router picks 2 of them for each token. Measured is what a step of grpo.py
@@ -75,7 +75,7 @@ def measure(model):
         optimizers = {"policy": common.Optimizer(policy, args.lr, args)}
         for step in range(1, max(MEASURED) + 1):
             torch.manual_seed(args.seed * 1_000_003 + step)
-            batch, old = common.batch_of(problems, step, args), copy.deepcopy(policy)
+            batch, old = common.batch_of(problems, step, args.prompts, args.seed), copy.deepcopy(policy)
             rollout, _ = grpo.collect(policy, start, tokenizer, batch, common.answer_reward, args)
             grpo.update(policy, optimizers, rollout, args)
             for what, value in compare(old, policy, rollout, args).items() if step in MEASURED else ():

@@ -42,7 +42,7 @@ def measure(steps=4, prompts=32, group_size=8):
                   "critic": common.Optimizer(critic, args.value_lr, args, eps=1e-5)}
     for step in range(1, steps + 1):
         torch.manual_seed(step)
-        batch = common.batch_of(problems, step, args)
+        batch = common.batch_of(problems, step, args.prompts, args.seed)
         rollout, _ = ppo.collect(policy, critic, reference, tokenizer, batch, common.answer_reward, args)
         ppo.update(policy, critic, optimizers, rollout, args)
     with torch.no_grad():

@@ -144,8 +144,9 @@ def main():
         write(HERE.parent / "questions" / f"{name}.csv", table)
     draw = [sys.executable, ROOT / "tests" / "tools" / "plot.py"]
     subprocess.run([*draw, HERE / "toy.csv", "--out", HERE / "toy.png"], check=True)
-    subprocess.run([*draw, *(HERE.parent / "questions" / f"{name}.csv" for name in QUESTIONS), "--logit",
-                    "--of", "eval_sampled_accuracy", "--out", HERE.parent / "questions" / "questions.png"], check=True)
+    subprocess.run([*draw, *(HERE.parent / "questions" / f"{name}.csv" for name in QUESTIONS),
+                    "--of", "eval_sampled_accuracy", "--logit",
+                    "--out", HERE.parent / "questions" / "questions.png"], check=True)
     subprocess.run([sys.executable, HERE / "pushes.py", HERE / "pushes.png"], check=True)
 
     print("\n| run | sampled | greedy | length | clipped | largest ratio | last KL | explained, 2 to 4 |")
