@@ -1,49 +1,35 @@
 """How fast a GRPO step is, part by part.
 
-    python tests/tools/bench.py                      a model of a million weights, on a laptop's CPU
-    python tests/tools/bench.py --model-size 1.5B    a GPU; Qwen2.5's architecture with random weights
-    python tests/tools/bench.py --model DIR --dataset problems.jsonl --dtype bfloat16    your own
+    python tests/tools/bench.py                                                   the toy
+    python tests/tools/bench.py --model DIR --dataset problems.jsonl --prompts 8    your own
 
-Further flags are grpo.py's. Each line of the table has a value and up to two comparisons:
+All flags of grpo.py are known. Each line of the table has a value and up to two comparisons:
 
 of floor   The floor is the least time that arithmetic allows at the two rates measured first. To sample a
            token of every row all weights, keys, values and logits are read; an update takes 6 operations per
            weight and token (with checkpointing 8, so that 75 % is the most).
 plain      How many times faster than the plain way: transformers' `generate`, micro-batches of a fixed number
-           of rows in the order they came, log_softmax of whole logits. So are, with a --model, TRL's
-           GRPOTrainer, if it is installed, and with --against DIR the scripts of another checkout, with their
-           own defaults. They take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
+           of rows in the order they came, log_softmax of whole logits. So are TRL's GRPOTrainer, if it is
+           installed, and with --against DIR the scripts of another checkout, with their own defaults. They
+           take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
 
-"rollout" samples P x G completions of T tokens. A "step" is sampling, log-probs of policy and reference, and
-update; with random weights each token is the last with probability 4/T, so that completions have T/4 on
-average. Rewards are 0 and 1 in turn, but in a share of the groups (--equal) they are all 0: with --beta 0
-such a group has no gradient and is not computed.
+"rollout" samples P x G completions of T tokens, as if there were no end-of-sequence. A "step" is sampling,
+log-probs of policy and reference, and update. Rewards are 0 and 1 in turn.
 """
 import argparse
 import copy
 import importlib.util
-import math
-import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from unittest import mock
 
 import torch
-import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/results/real")]
-import common  # noqa: E402
-import grpo  # noqa: E402
-
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-SIZES = {  # of Qwen2.5, and the work: P prompts of S tokens, G completions of at most T each
-    "tiny": ((128, 384, 4, 4, 512), (8, 8, 32, 64)),
-    "0.5B": ((896, 4864, 24, 14, 151936), (32, 8, 128, 512)),
-    "1.5B": ((1536, 8960, 28, 12, 151936), (32, 8, 128, 512))}
+import common, grpo  # noqa: E401, E402
 
 def script_of(folder):
     """The grpo.py of another checkout, with its own common.py."""
@@ -57,34 +43,18 @@ class Bench:
     """The machine, the model, the work and the table."""
     pairs = 3
 
-    def __init__(self, size, model, script_args, equal=0.0, against=None):
-        P, G, S, T = SIZES[size][1] if model is None else (16, 8, 0, 48)
-        given = [f"--prompts={P}", f"--group_size={G}", f"--max_new_tokens={T}", *script_args]
-        if model or size != "tiny":  # tiny has the settings of the toy, which is trained without --model
-            given += ["--model", model or size]
-        self.equal, self.other = equal, against and script_of(against)
-        self.args_of = {script: script.parse_args(given) for script in (grpo, self.other) if script}
-        self.args, self.is_real, self.table = self.args_of[grpo], model is not None, {}
-        P, G, T = self.args.prompts, self.args.group_size, self.args.max_new_tokens
+    def __init__(self, flags, against=None):
+        self.other = against and script_of(against)
+        self.args_of = {script: script.parse_args(flags) for script in (grpo, self.other) if script}
+        self.args, self.table = self.args_of[grpo], {}
         self.gpu = self.args.device != "cpu"
         self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as folder:
-            if not self.is_real:
-                self.args.model = make(size, self.args.device, folder)
-            self.model, self.tokenizer = common.load_policy(self.args)  # on a GPU with its reader
-        if self.is_real:
-            problems, _ = common.load_problems(self.args, self.tokenizer)
-            self.problems = common.batch_of(problems, 1, P, self.args.seed)
-        else:
-            digits = self.tokenizer("0123456789")["input_ids"]
-            self.problems = [{"prompt": random.choices(digits, k=S)} for _ in range(P)]
-            # All tokens are about equally likely. With this bias the end comes with probability 4 / T.
-            head, end = self.model.get_output_embeddings(), self.tokenizer.eos_token_id
-            head.bias = torch.nn.Parameter(torch.zeros_like(head.weight[:, 0]))
-            head.bias.data[end], head.weight.data[end] = math.log(4 / (T - 4) * len(head.weight)), 0.0
-        lengths = [len(problem["prompt"]) for problem in self.problems]
-        self.work = dict(P=P, G=G, S=round(statistics.mean(lengths)), T=T)
+        self.model, self.tokenizer = common.load_policy(self.args)  # on a GPU with its reader
+        problems, _ = common.load_problems(self.args, self.tokenizer)
+        self.problems = common.batch_of(problems, 1, self.args.prompts, self.args.seed)
+        mean = round(statistics.mean(len(problem["prompt"]) for problem in self.problems))
+        self.work = dict(P=self.args.prompts, G=self.args.group_size, S=mean, T=self.args.max_new_tokens)
         self.reference = copy.deepcopy(self.model) if self.args.beta != 0 else None
         self.optimizers_of = {script: {"policy": script.common.Optimizer(self.model, 1e-9, args)}
                               for script, args in self.args_of.items()}
@@ -112,15 +82,6 @@ class Bench:
         self.table[name] = value, floor, plain
         shares = ["" if floor is None else f"{floor:.1%}", "" if plain is None else f"{plain:.2f}x"]
         print(f"{name:44}{value:12.4g} {unit:9}{shares[0]:>10}{shares[1]:>10}", flush=True)
-
-def make(size, device, folder):
-    """Save a model of Qwen2.5's architecture with random weights in a folder, and the toy's tokenizer."""
-    config = transformers.Qwen2Config(**dict(zip(SHAPE, SIZES[size][0])), num_key_value_heads=2,
-                                      tie_word_embeddings=size != "tiny")
-    with torch.device(device):
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(common.TOY).save_pretrained(folder)
-    return folder
 
 def rates(bench):
     """Bytes per second, read and written, and operations per second: the most in six runs."""
@@ -175,27 +136,24 @@ def rollout(bench):
     took, ratio, _ = bench.race(ours, plainly(ours))
     bench.report("rollout", P * G * T / took, "tokens/s", least / took, ratio)
 
-def rewards(bench):
-    """Of a rollout: 0 in the first groups, a share of --equal, and 0 and 1 in turn in the others."""
-    P, G, _, _ = bench.work.values()
-    return [float(group >= bench.equal * P and i % 2) for group in range(P) for i in range(G)]
+def rewards(problems, texts):
+    return [float(i % 2) for i in range(len(texts))]
 
 def one_step(bench, script=grpo):
     """What grpo.py does in a step: the seconds of its parts, and the least of the update."""
     def timed(*given, generate=script.common.generate):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
-    parts, reward, args = {}, lambda problems, texts: rewards(bench), bench.args_of[script]  # noqa: E731
-    if hasattr(bench.model, "reader"):  # a checkout with its own graphs; an older one knows no reader
-        bench.model.reader = getattr(script.common, "RecordedReader", None)
-    given = bench.model, bench.reference, bench.tokenizer, bench.problems, reward, args
+    parts, args = {}, bench.args_of[script]
+    if hasattr(bench.model, "reader"):  # on a GPU
+        bench.model.reader = script.common.RecordedReader
+    given = bench.model, bench.reference, bench.tokenizer, bench.problems, rewards, args
     with mock.patch.object(script.common, "generate", timed):
         collected, (batch, _) = bench.seconds(lambda: script.collect(*given))
     parts["log-probs"] = collected - parts["sampling"]
     given = bench.model, bench.optimizers_of[script], batch, args
     parts["update"], _ = bench.seconds(lambda: script.update(*given))
-    rows = batch.get("has_gradient", slice(None))  # an older checkout computes them all
-    read, written = (batch[name][rows].sum().item() for name in ("attention", "mask"))
+    read, written = (batch[name].sum().item() for name in ("attention", "mask"))
     return parts, 6 * (bench.body * read + bench.head * written) / bench.rate * bench.args.epochs
 
 def step(bench):
@@ -210,22 +168,20 @@ def step(bench):
         for name, seconds in parts.items():
             floor = least / seconds if name == "update" and not what else None
             bench.report(f"step, {name}{what}", seconds, "s", floor, slower[name] / seconds)
-    if bench.is_real and importlib.util.find_spec("trl"):
+    if importlib.util.find_spec("trl"):
         from beside_trl import race
-        took, ratio, length = race(bench, ours, rewards(bench))
+        paid = rewards(None, [""] * bench.work["P"] * bench.work["G"])
+        took, ratio, length = race(bench, ours, paid)
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-size", choices=SIZES, default="tiny", help="tiny, or a size of Qwen2.5")
-    parser.add_argument("--model", help="a directory or hub name, with --dataset")
-    parser.add_argument("--equal", type=float, default=0.0, help="share of groups of equal rewards")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
     parser.add_argument("--against", metavar="DIR", help="another checkout of this repository")
-    args, script_args = parser.parse_known_args(argv)
-    bench = Bench(args.model_size, args.model, script_args, args.equal, args.against)
+    args, flags = parser.parse_known_args(argv)
+    bench = Bench(flags, args.against)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
-    where += f", {bench.work}, groups of equal rewards: {bench.equal:.0%}"
-    print(f"{args.model or args.model_size}, {bench.args.dtype}, {where}")
+    print(f"{bench.args.model}, {bench.args.dtype}, {where}, {bench.work}")
     print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):
         part(bench)
