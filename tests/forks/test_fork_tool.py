@@ -86,5 +86,5 @@ def test_the_toy_learns_with_a_calculator(load, fork):  # noqa: F811
         results = [str(int(a) + int(sign + b))[0] for a, sign, b, _ in sums]
         assert len(sums) > 50 and results == [found[3] for found in sums]
 
-def test_the_patched_scripts_pass_the_tests_of_every_script(load, tmp_path):
-    run_the_tests_of_every_script(tmp_path)
+def test_the_patched_script_passes_the_tests_of_every_script(load, tmp_path):
+    run_the_tests_of_every_script(tmp_path, but="learns or ppo or gspo")

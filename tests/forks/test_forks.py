@@ -1,32 +1,24 @@
 """tests/forks: each patch turns grpo.py into another published objective, or gives it another reward. It
-applies, computes in value and gradient what its paper says (eight: test_vectors.py), and learns the toy.
-torchrun.patch lets processes train as one: torchrun starts two of this file, for 5 prompts.
-"""
-import functools
-import json
+applies, computes in value and gradient what its paper says (most: vectors/test_vectors.py), and learns the
+toy."""
 import math
-import os
-import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, by_text, call, make_batch, newest, random_batch, random_rows, same,
-                      settings, slopes, spy, tiny_model, train)
-from patched import (PATCHES, SCRIPTS, copy_to, fork, importer, module_of, patched_copy,  # noqa: F401
-                     run_the_tests_of_every_script)
+from conftest import (ROOT, Trainer, call, newest, random_batch, random_rows, same, settings, slopes,
+                      tiny_model, train)
+from patched import PATCHES, copy_to, fork, patched_copy, run_the_tests_of_every_script  # noqa: F401
 from safetensors.torch import load_file
 
 import common
 
 pytestmark = pytest.mark.slow
-OBJECTIVES = sorted(PATCHES.keys() - {"torchrun", "tool", "opd", "sao"})  # they have tests of their own
+OBJECTIVES = sorted(PATCHES.keys() - {"tool", "opd", "sao"})  # they have tests of their own
 LOSSES = ["entropy", "reinforce_pp", "tpo"]  # a policy_loss of their own that is not in vectors.json
 OPTIONS = {"entropy": {"entropy_coef": 0.05}, "spo": {"prompts": 128}}  # SPO's groups are of one completion
-LEARNS = "--dataset few.json --steps 4 --prompts 16 --warmup_steps 0 --lr 1e-3 --eval_problems 1 --seed 1"
+LEARNS = "--dataset few.json --steps 3 --prompts 16 --warmup_steps 0 --lr 1.5e-3 --eval_problems 1 --seed 1"
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_those_of_the_paper(name, fork):
@@ -95,15 +87,6 @@ def test_dapo_leaves_out_groups_that_are_all_right_and_pays_for_length(fork, mon
     assert rollout["rewards"].tolist() == pytest.approx([1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 0.5])
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
 
-def test_a_form_earns_a_tenth(fork, monkeypatch):
-    """For a line of work, and the answer on a last line. The reward is that of a run, which logs the form."""
-    module = fork("format_reward")
-    trained = spy(monkeypatch, module, "collect")
-    _, row = train(module, "--dataset few.json --steps 1 --prompts 2 --minibatches 2 --eval_problems 4")
-    texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]
-    assert trained[0].reward([{"answer": "5"}] * 4, texts) == pytest.approx([1.1, 0.1, 1, 0])
-    assert 0 < row["form_reward"] < 1
-
 def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(fork, monkeypatch):
     """Token by token in floats: the reward, less beta times the sum of the log-ratios to the reference from
     this token on; then mean 0 and deviation 1 over all tokens."""
@@ -120,39 +103,35 @@ def test_reinforce_pp_whitens_the_rewards_to_go_of_a_rollout(fork, monkeypatch):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_fork_runs_and_learns_the_toy(name, fork):
-    """In four steps, from half of the answers right to over 70 %."""
+    """In three steps, from half of the answers right to over 70 %."""
     module = fork(name)
     flags = "".join(f" --{flag} {value}" for flag, value in OPTIONS.get(name, {}).items())
-    _, first, *_, last = train(module, LEARNS + flags)
+    _, first, _, last = train(module, LEARNS + flags)
     assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
     rounding = (1e-5, 5e-3) if name == "fp16" else (0, 3e-7)  # of float16 and float32
     assert rounding[0] < first["sampling_logp_difference"] < rounding[1]
 
-@pytest.mark.parametrize("icepop, outside", [(False, 1 / 8), (True, 2 / 8)])
-def test_tis_logs_the_share_of_tokens_outside_its_range(icepop, outside, fork, monkeypatch):
-    """The sampler's log-probs are 1 here. The second group has no gradient: its old ones are NaN."""
-    logp = 1 + torch.tensor([[1, 0.4, 1.5, 1.9, 2.1], *[[1.0] * 5] * 3]).log()
-    given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "icepop": icepop}
-    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 1], [5, 3, 4, 4], **given)
-    assert stats["outside"] == pytest.approx(outside) and not rollout["adv"].isnan().any()
-
-@pytest.mark.parametrize("icepop, low, outside", [(False, 0.5, 3), (True, 0.5, 7), (True, 0.0, 3)])
-def test_tis_may_give_one_weight_to_a_whole_completion(icepop, low, outside, fork, monkeypatch):
-    """Products of ratios in floats. The second row is above 3, though no token of it is, and the third below
-    .5. The fourth has a token above 3, but no product. The last case is TRL's default with vLLM."""
-    ratios = [[1.2, 0.9, 1.1, 1, 1], [1.9, 1.8, 1.7], [0.9, 0.7, 0.8, 0.9], [4, 0.5]]
-    logp = torch.ones(4, 5)  # the sampler's log-probs are 1 here
+@pytest.mark.parametrize("sequence, icepop, low, outside", [
+    (False, False, 0.5, 2), (False, True, 0.5, 3), (True, False, 0.5, 3), (True, True, 0.5, 7),
+    (True, True, 0, 3)])
+def test_tis_weighs_a_token_or_a_whole_completion(sequence, icepop, low, outside, fork, monkeypatch):
+    """Ratios and their products in floats. The second row's product is above 3, though no token of it is, and
+    the third's below .5. The fourth has tokens outside, but no product. The last case is TRL's default with
+    vLLM. The last group has no gradient: its old log-probs are NaN."""
+    ratios = [[1.2, 0.9, 1.1, 1, 1], [1.9, 1.8, 1.7], [0.9, 0.7, 0.8, 0.9], [4, 0.2, 3.5], [1], [9]]
+    logp = torch.ones(6, 5)  # the sampler's log-probs are 1 here
     for i, row in enumerate(ratios):
         logp[i, :len(row)] += torch.tensor(row).log()
-    given = {"logps": (logp,), "group_size": 2, "beta": 0.0, "sequence": True, "icepop": icepop}
-    lengths = [len(row) for row in ratios]
+    given = {"group_size": 2, "beta": 0.0, "m_low": low, "m_high": 3.0}
     rollout, stats = collected(
-        fork("tis"), monkeypatch, [1, 0, 1, 0], lengths, **given, m_low=low, m_high=3.0)
-    for i, row in enumerate(ratios):
-        m, A = math.prod(row), (0.5 - i % 2) / (math.sqrt(0.5) + 1e-4)
-        m = m if low * icepop <= m <= 3 else 0 if icepop else 3
-        assert (rollout["adv"][i] / A).tolist() == pytest.approx([m])
-    assert stats["outside"] == pytest.approx(outside / sum(lengths))
+        fork("tis"), monkeypatch, [1, 0, 1, 0, 1, 1], [len(row) for row in ratios], (logp,), **given,
+        sequence=sequence, icepop=icepop)
+    for i, row in enumerate(ratios[:4]):
+        A = (0.5 - i % 2) / (math.sqrt(0.5) + 1e-4)
+        weights = [m if low * icepop <= m <= 3 else 0 if icepop else 3
+                   for m in ([math.prod(row)] if sequence else row)]
+        assert (rollout["adv"][i] / A)[:len(weights)].tolist() == pytest.approx(weights)
+    assert stats["outside"] == pytest.approx(outside / 15) and (rollout["adv"][4:] == 0).all()
 
 def test_spo_takes_what_a_question_has_paid_as_the_baseline(fork, monkeypatch):
     """By hand: at first all have the rate 1/2. A right answer moves a and b, 1/2 each, to 1.45 and .45. The
@@ -194,104 +173,30 @@ def test_lora_begins_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     off = common.token_logprobs(policy, batch, args)
     assert torch.equal(off, common.token_logprobs(base.double(), batch, args)) and not torch.equal(off, one)
 
-@pytest.mark.parametrize("name, more", [("fp16", ""), ("lora", "--dtype bfloat16"), ("spo", "")])
-def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, more, fork, monkeypatch):
-    """Weights, Adam's moments; adapters, a tracker, a scale that doubles in every third optimiser step, also
-    while the run is cut. The 20 questions come again from the third step on."""
+@pytest.mark.parametrize("name", ["fp16", "bf16_moments", "lora", "spo"])
+def test_a_fork_with_parts_of_its_own_resumes_to_the_bit(name, fork, monkeypatch):
+    """Weights, Adam's moments, also rounded ones; adapters, a tracker, a scale that doubles in every third
+    optimiser step, also while the run is cut. The ten questions, two of them held out, come again from the
+    third step on."""
     module = fork(name)
     if name == "fp16":
         monkeypatch.setattr(module.LossScale, "GROW", 3)
-    Path("again.json").write_text("".join(Path("few.json").read_text().splitlines(True)[:20]))
-    flags = f"--dataset again.json --prompts 8 --gradient_checkpointing --eval_problems 1 {more}"
+    Path("again.json").write_text("".join(Path("few.json").read_text().splitlines(True)[:10]))
+    flags = "--dataset again.json --prompts 4 --minibatches 2 --eval_problems 1"
     train(module, f"{flags} --steps 4", out="whole")
     train(module, f"{flags} --steps 2", out="cut")
     train(module, "--resume --steps 4", out="cut")
     one, other = ((torch.load(newest(out) / "optimizer.pt"), load_file(newest(out) / "model.safetensors"))
                   for out in ("whole", "cut"))
     assert same(one, other) and not same(one[1], load_file(ROOT / "tests" / "toy" / "model.safetensors"))
+    if name == "bf16_moments":
+        held = [x for state in one[0]["policy"]["state"].values() for x in state.values() if x.dim()]
+        assert {x.dtype for x in held} == {torch.bfloat16}
 
 def test_every_fork_passes_the_tests_of_every_script(tmp_path):
-    """As copies beside common.py: README promises that `pytest` tests a copy."""
+    """As copies beside common.py: README promises that `pytest` tests a copy. But in sao old and new
+    log-probs are not equal in bfloat16: the old ones are the sampler's."""
     copy_to(tmp_path, "common.py")
-    for name in [*OBJECTIVES, "opd"]:
+    for name in [*OBJECTIVES, "opd", "sao"]:
         patched_copy(name, tmp_path)
-    run_the_tests_of_every_script(tmp_path)
-
-# ---- torchrun ------------------------------------------------------------------------------------
-
-def by_prompt(model, tokenizer, problems, group_size, temperature, args):
-    """In place of common.generate: completions that are a function of the prompt alone."""
-    asked = [problem for problem in problems for _ in range(group_size)]
-    draws = [random.Random(f"{problem['prompt']} {i % group_size}") for i, problem in enumerate(asked)]
-    completions = [[rng.randrange(104) for _ in range(rng.randint(1, args.max_new_tokens))] for rng in draws]
-    if "RANK" in os.environ and torch.initial_seed() > 1:  # 2 and 3 in step 1; 0 and 1 in an evaluation
-        assert len(set(sys.modules["common"].everyones([torch.initial_seed()]))) == 2
-    batch = make_batch([problem["prompt"] for problem in asked], completions)
-    finished = torch.tensor([len(ids) < args.max_new_tokens for ids in completions])
-    return batch | {"finished": finished, "texts": tokenizer.batch_decode(completions), "problems": asked,
-                    "sampled_logp": -batch["mask"]}
-
-def train_all(folder, world, patch):
-    """The three scripts of a folder, ppo.py resumed. Minibatches have 6, 3, 3 and 3 rows."""
-    patch.chdir(world)
-    load = importer(folder, patch)
-    for name in ("grpo", "gspo", "ppo"):
-        script, out = load(name), f"--out {folder}/{name}"
-        script.common.generate, script.common.answer_reward = by_prompt, by_text
-        script.common.check_model = lambda *_: None  # it asks generate
-        flags = ("--model model --dataset data.jsonl --device cpu --prompts 5 --group_size 3 --epochs 2 "
-                 "--max_prompt_tokens 200 --max_new_tokens 9 --warmup_steps 0 --micro_batch_tokens 200 "
-                 f"--eval_problems 3 {out}")
-        lines = [f"{flags} --steps 1", f"{out} --resume --steps 2"]
-        for line in lines if name == "ppo" else [f"{flags} --steps 2"]:
-            script.main(script.parse_args(line.split()))
-
-def result(out):
-    """What a run logged, but for time, and its weights and Adam's moments, by name."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = {line[:10] + name: torch.tensor([1e-2, x]) for line in lines
-             for name, x in json.loads(line).items() if name != "seconds"}
-    for name, part in torch.load(newest(out) / "optimizer.pt").items():
-        weights = part["state"] if "state" in part else {"": part}
-        found |= {f"{name} {i} {key}": x for i, held in weights.items() for key, x in held.items()}
-    return found | load_file(newest(out) / "model.safetensors")
-
-@pytest.fixture(scope="module")
-def runs(world, tmp_path_factory):
-    """One process with the repository's files, two with patched ones."""
-    path = tmp_path_factory.mktemp("torchrun")
-    copy_to(path / "one", *SCRIPTS)
-    copy_to(path / "two", *SCRIPTS, patch="torchrun")
-    how = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split(), __file__]
-    path_of_conftest = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    subprocess.run([*how, world, path / "two"], check=True, timeout=300, env=path_of_conftest)
-    with pytest.MonkeyPatch.context() as patch:
-        train_all(path / "one", world, patch)
-    return path
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
-def test_two_processes_train_as_one(name, runs):
-    """Losses and all else that is logged, weights, Adam's means of gradients and squares, to 1e-5 of the
-    largest value; not if processes divide by their own rows. All completions are beside their questions."""
-    folders = [runs / folder / name for folder in ("one", "two")]
-    one, two = map(result, folders)
-    assert one.keys() == two.keys() and len(one) > 60
-    assert not [key for key, x in one.items() if (x - two[key]).abs().max() > 1e-5 * x.abs().max()]
-    files = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in folders]
-    assert files[0] == files[1]
-    for path in (path for path in files[0] if path.parent.name == "completions"):
-        records = [sorted((folder / path).read_text().splitlines()) for folder in folders]
-        asked = [[line.partition(', "right"')[0] for line in lines] for lines in records]
-        assert asked[0] == asked[1] and len(asked[0]) in (3, 15), path
-
-def test_a_script_without_the_lines_of_the_patch_is_refused(runs, monkeypatch):
-    """It would train on a part of the log-probs: each process computes those of its own rows."""
-    patched = module_of(runs / "two" / "common.py")
-    monkeypatch.setattr(patched, "WORLD", 2)
-    with pytest.raises(AssertionError, match="common.gathered"):
-        list(patched.micro_batches(random_batch(5), 100))
-
-if __name__ == "__main__":
-    torch.distributed.init_process_group = functools.cache(torch.distributed.init_process_group)
-    torch.distributed.destroy_process_group = lambda: None  # the next run needs it
-    train_all(sys.argv[2], sys.argv[1], pytest.MonkeyPatch())
+    run_the_tests_of_every_script(tmp_path, but="learns or old_and_new and bfloat16 and sao")
