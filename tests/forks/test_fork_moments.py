@@ -16,19 +16,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def moments(fork):  # noqa: F811
     return fork("bf16_moments")
 
-def optimizer_of(cls, weights, lr=1e-6, beta2=0.95, warmup_steps=3, max_grad_norm=1.0):
+def optimizer_of(cls, weights):
     """An optimiser of copies of some tensors, and the copies."""
     model = torch.nn.ParameterList(torch.nn.Parameter(w.clone()) for w in weights)
-    args = types.SimpleNamespace(warmup_steps=warmup_steps, max_grad_norm=max_grad_norm)
-    optimizer = cls(model, lr, args)
-    optimizer.param_groups[0]["betas"] = (0.9, beta2)
-    return optimizer, list(model)
+    return cls(model, 1e-3, types.SimpleNamespace(warmup_steps=3, max_grad_norm=1.0)), list(model)
 
 def test_a_step_is_adamws_by_hand_and_what_it_stores_is_the_nearest_bfloat16(moments):
     """In float64, with warm-up and clipping, from what the step before stored. The second tensor has no
     gradient in steps 1 and 3."""
     torch.manual_seed(0)
-    optimizer, weights = optimizer_of(moments.Optimizer, [0.02 * torch.randn(50, 30), torch.randn(70)], 1e-3)
+    optimizer, weights = optimizer_of(moments.Optimizer, [0.02 * torch.randn(50, 30), torch.randn(70)])
     found = [{"m": 0, "v": 0, "t": 0} for _ in weights]
     for step in range(9):
         size = 10.0 ** (-3 if step % 2 else 0)  # of norm .04, which is not clipped, and 40, which is
@@ -82,32 +79,3 @@ def test_loaded_moments_are_bfloat16(moments):
     other.load_state_dict(copy.deepcopy(one.state_dict()))  # as from a file
     assert same(one.state_dict(), other.state_dict())
     assert all(other.state[w][name].dtype == torch.bfloat16 for w in copies for name in MOMENTS)
-
-def beside_float32(moments, beta2):
-    """Both optimisers for 200 steps on the same gradients: of 2,000 weights, with means and noise of sizes
-    from 1e-6 to 1e-2, ten times smaller after step 100. Returns how far apart the weights are, in units of
-    how far float32's have moved, and the second moments after steps 150 and 200."""
-    torch.manual_seed(0)
-    start, sizes, means = 0.02 * torch.randn(2000), 10 ** (4 * torch.rand(2000) - 6), torch.randn(2000)
-    pairs = [optimizer_of(cls, [start], beta2=beta2, max_grad_norm=1e9)
-             for cls in (common.Optimizer, moments.Optimizer)]
-    second = []
-    for step in range(1, 201):
-        gradient = sizes * (0.3 * means + torch.randn(2000)) * (0.1 if step > 100 else 1)
-        for optimizer, (w,) in pairs:
-            w.grad = gradient.clone()
-            optimizer.clip_and_step()
-        if step in (150, 200):
-            second.append([optimizer.state[w]["exp_avg_sq"].clone() for optimizer, (w,) in pairs])
-    exact, ours = (w.detach().double() for _, (w,) in pairs)
-    return ((ours - exact).norm() / (exact - start).norm()).item(), *second
-
-def test_the_weights_go_where_float32s_go(moments):
-    apart, _, (exact, ours) = beside_float32(moments, 0.95)
-    assert 0 < apart < 0.004
-    assert (ours / exact - 1).abs().max() < 0.08  # a step rounds by .4 % at most, and forgets 5 % of it
-
-def test_with_a_beta2_of_999_the_second_moment_would_stand_still(moments):
-    """Float32's falls by 5 % in 50 steps, and ours for no weight."""
-    _, (exact, ours), (exact_after, ours_after) = beside_float32(moments, 0.999)
-    assert (exact_after / exact).median() < 0.96 and (ours_after < ours).sum() == 0

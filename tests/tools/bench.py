@@ -170,8 +170,7 @@ def step(bench):
             bench.report(f"step, {name}{what}", seconds, "s", floor, slower[name] / seconds)
     if importlib.util.find_spec("trl"):
         from beside_trl import race
-        paid = rewards(None, [""] * bench.work["P"] * bench.work["G"])
-        took, ratio, length = race(bench, ours, paid)
+        took, ratio, length = race(bench, ours, rewards(None, bench.problems * bench.args.group_size))
         bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
 
 def main(argv=None):

@@ -4,8 +4,7 @@
 
 Beside a checkpoint lies the args.json of its run, whose prompt, columns, lengths, temperature and dtype are
 the defaults here. Your flags win, and the flags in force are printed. --split is test, or the only split
-there is. With --eval_samples N there are N samples of each problem, and pass@k is printed for k = 2, 4, ...
-up to N: the chance that any of k answers is right. A reward of your own belongs in main.
+there is. With --eval_samples N there are N samples of each problem. A reward of your own belongs in main.
 
     python tests/tools/evaluate.py --model runs/sft --dataset svamp.jsonl --compare exam.jsonl
     python tests/tools/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --compare exam.jsonl
@@ -15,7 +14,6 @@ its model is better than the first model of the file. The difference is taken pr
 standard error is smaller than that of the accuracies: what is hard for one model is hard for the other, too.
 """
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -47,12 +45,6 @@ def mean_and_error(numbers):
     numbers = torch.tensor(numbers, dtype=torch.float64)
     return [round(numbers.mean().item(), 4), round((numbers.std() / len(numbers) ** 0.5).item(), 4)]
 
-def pass_at(k, right):
-    """The unbiased estimate of pass@k for one problem, if c of its n answers are right: 1 - C(n - c, k) /
-    C(n, k) (Chen et al. 2021, eq. 1)."""
-    n, c = len(right), sum(right)
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
-
 def main(args):
     """Print one line of JSON: [mean, standard error] for each quantity."""
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
@@ -66,14 +58,12 @@ def main(args):
     several = [problem for problem in problems for _ in range(n)]
     records = common.attempts(policy, tokenizer, several, reward, args.temperature, args)
     samples = [records[i:i + n] for i in range(0, len(records), n)]  # a list for each problem
-    right = [[record["right"] for record in each] for each in samples]
     greedy = common.attempts(policy, tokenizer, problems, common.answer_reward, 0.0, args)
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],
-             "greedy": [float(record["right"]) for record in greedy], "sampled": [sum(c) / n for c in right]}
+             "greedy": [float(record["right"]) for record in greedy],
+             "sampled": [sum(record["right"] for record in each) / n for each in samples]}
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
     result |= {name: mean_and_error(found[name]) for name in ("greedy", "sampled")}
-    result |= {f"pass@{k}": mean_and_error([pass_at(k, each) for each in right])
-               for k in (2 ** i for i in range(1, n.bit_length()))}
     result["reward"] = mean_and_error([sum(record["reward"] for record in each) / n for each in samples])
     result["length"] = round(sum(record["tokens"] for record in records) / len(records), 2)
     if args.compare:

@@ -4,11 +4,10 @@
     python tests/tools/read.py runs/grpo-1125-093000-4711 --held_out greedy
 
 Questions whose completions were paid differently come first: a step learns from them. Of each you see the
-best completion, then the worst, the second best, and so on. In a pipe or with NO_COLOR there is no colour.
+best completion, then the worst, the second best, and so on.
 """
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -19,9 +18,8 @@ def load(run, held_out, step):
     """The name of a file of completions, that of the newest step if none is given, and its records."""
     found = Path(run, "completions").glob(FILES[held_out])
     paths = {int(re.search(r"\d+", path.name)[0]): path for path in found}
-    step = max(paths, default=None) if step is None else step
-    assert step in paths, f"{run} has such completions of the steps {sorted(paths)}"
-    return paths[step].name, [json.loads(line) for line in paths[step].open(encoding="utf-8")]
+    path = paths[max(paths) if step is None else step]
+    return path.name, [json.loads(line) for line in path.open(encoding="utf-8")]
 
 def groups_of(records):
     """A list of completions for each question; those with unequal rewards come first."""
@@ -30,24 +28,21 @@ def groups_of(records):
         groups.setdefault((record["question"], record["answer"]), []).append(record)
     return sorted(groups.values(), key=lambda group: len({record["reward"] for record in group}) == 1)
 
-def show(text, indent="", colour=None):
+def show(text, indent=""):
     """Print a text, without characters that could move the cursor or change the colour."""
-    plain = colour is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR")
     for line in text.expandtabs(4).split("\n"):
-        line = indent + "".join(c if c.isprintable() else "·" for c in line)
-        print(line if plain else f"\033[{colour}m{line}\033[0m")
+        print(indent + "".join(c if c.isprintable() else "·" for c in line))
 
 def show_group(group, limit):
     """Print a question and its completions, at most `limit` of them."""
     answer, count = group[0]["answer"], len(group)
     right, mean = (sum(record[name] or 0 for record in group) / count for name in ("right", "reward"))
-    show(group[0]["question"], colour=1)  # bold
+    show(group[0]["question"])
     show((f"answer {answer}   right {right:.0%} of {count}   " if answer else "") + f"reward {mean:.3g}")
     ranked = sorted(group, key=lambda record: -record["reward"])
     for record in [ranked.pop(-(i % 2)) for i in range(count)][:limit]:  # the best, the worst ...
         cut_off = "   cut off" if record["cut_off"] else ""
-        colour = 31 if record["right"] is False else 32  # red, green
-        show(f"  reward {record['reward']:.3g}   {record['tokens']} tokens{cut_off}", colour=colour)
+        show(f"  reward {record['reward']:.3g}   {record['tokens']} tokens{cut_off}")
         show(record["completion"], "    ")
     print()
 
@@ -63,11 +58,7 @@ def main(argv=None):
     print(f"{name}: {len(records)} completions\n")
     for group in groups_of(records):
         show_group(group, args.limit)
-    sys.stdout.flush()
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")
-    try:
-        main()
-    except BrokenPipeError:  # by `| head`
-        os._exit(0)
+    main()

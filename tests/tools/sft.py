@@ -15,14 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the 
 import common  # noqa: E402
 import grpo  # noqa: E402
 
-
 def as_batch(prompts, completions, device):
     """Lay out lists of ids as the tensors that common.token_logprobs takes."""
     ids, attention = common.padded([p + c for p, c in zip(prompts, completions)], device)
     _, mask = common.padded(completions, device)
     prompt_length = torch.tensor([len(prompt) for prompt in prompts], device=device)
     return {"ids": ids, "attention": attention, "prompt_length": prompt_length, "mask": mask.float()}
-
 
 def train(model, optimizer, batches, warm_up=20, every=10):
     """The policy gradient, with given completions and advantage 1; --lr rises, then falls to 0.
@@ -36,7 +34,6 @@ def train(model, optimizer, batches, warm_up=20, every=10):
         optimizer.clip_and_step()
         if step % every == 0:
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
-
 
 def main(args):
     """One pass over the problems, --prompts at a time."""
@@ -55,7 +52,6 @@ def main(args):
     train(policy, common.Optimizer(policy, args.lr, args), batches)
     policy.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-
 
 if __name__ == "__main__":
     flags = ["--prompts", "16", "--minibatches", "1", "--lr", "1e-4", "--warmup_steps", "0"]

@@ -1,10 +1,10 @@
-"""Watch one training step in the terminal: rewards, pushes, log-probs, and new samples.
+"""Watch one training step in the terminal: completions with their rewards, pushes, and log-probs.
 
     python tests/tools/walk.py --script ppo --after 8
 
 --script names a script at the top level: grpo, gspo, ppo, or a copy of your own. All its flags are known. Its
-main, collect, update and policy_loss do the work. This program looks on, and it writes no files. The colour
-behind a token shows its push. In a pipe, or with NO_COLOR set, a sign below the token shows it.
+main, update and policy_loss do the work. This program looks on, and it writes no files. The colour behind a
+token shows its push. In a pipe, or with NO_COLOR set, a sign below the token shows it.
 """
 import argparse
 import importlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
@@ -23,13 +24,12 @@ import common  # noqa: E402
 SHADES = {"+": (189, 153, 111, 75, 69), "-": (224, 217, 210, 203, 167), ".": [248]}  # of the terminal's 256
 
 def watch(script, args):
-    """Run main. Returns what collect and update were given in the last step, the last eight rows of different
-    rewards, and the log-probs of these rows: those of pi_old, then those after each optimiser step."""
-    seen, collect, update = {"script": script}, script.collect, script.update
-    step = common.Optimizer.clip_and_step
+    """Run main. Returns what update was given in the last step, the last eight rows of different rewards, and
+    the log-probs of these rows: those of pi_old, then those after each optimiser step."""
+    seen = {"script": script, "tokenizer": transformers.AutoTokenizer.from_pretrained(args.model)}
+    update, step = script.update, common.Optimizer.clip_and_step
     def watched_update(*values, **named):
-        for function, given in (collect, collected.call_args), (update, mock.call(*values, **named)):
-            seen.update(inspect.signature(function).bind(*given.args, **given.kwargs).arguments)
+        seen.update(inspect.signature(update).bind(*values, **named).arguments)
         parts, rewards = torch.arange(len(seen["rollout"]["ids"])).split(8), seen["rollout"]["rewards"]
         seen["chosen"] = [p for p in parts if len(rewards[p].unique()) > 1 or p is parts[0]][-1].tolist()
         seen["rows"] = {name: x[seen["chosen"]] for name, x in seen["rollout"].items() if torch.is_tensor(x)}
@@ -41,8 +41,7 @@ def watch(script, args):
             with torch.no_grad():
                 seen["logps"].append(common.token_logprobs(seen["policy"], seen["rows"], args))
         return stats
-    with (mock.patch.object(script, "collect", wraps=collect) as collected,
-          mock.patch.object(script, "update", watched_update), mock.patch("builtins.print"),
+    with (mock.patch.object(script, "update", watched_update), mock.patch("builtins.print"),
           mock.patch.object(common.Optimizer, "clip_and_step", watched_step),
           mock.patch.multiple(common, **dict.fromkeys(("start_run", "log", "save_checkpoint"), mock.DEFAULT),
                               load_checkpoint=lambda *_: 0, evaluate=lambda *_: {})):
@@ -113,23 +112,19 @@ def moved(seen):
     return lines
 
 def screens(seen, colour):
-    """The four screens, each as (title, sentences, lines)."""
-    rollout, new = seen["rollout"], call(seen["script"].collect, seen)[0]
+    """The three screens, each as (title, sentences, lines)."""
     legend = ("Blue tokens are pushed up, red ones down, and a stronger colour is a stronger push. Grey"
               if colour else "Below a token, + is a push up and - a push down. A dot") + " is a push of 0"
     return [
-        ("the completions", f"These are {len(seen['chosen'])} of {len(rollout['ids'])} completions that the "
-         "policy sampled. The advantage says how much better than expected a completion is (for PPO, the "
-         "mean over its tokens). ↵ is a line break, ∎ the end.", sampled(seen)),
+        ("the completions", f"These are {len(seen['chosen'])} of {len(seen['rollout']['ids'])} completions "
+         "that the policy sampled. The advantage says how much better than expected a completion is (for "
+         "PPO, the mean over its tokens). ↵ is a line break, ∎ the end.", sampled(seen)),
         ("the pushes", "The push of a token is N dJ/dlog pi, without the KL: how much J gains as its "
          f"log-prob rises. {legend}: the token is clipped, or its advantage is 0. Of "
          f"{len(seen['logps']) - 1} optimiser steps you see the first and the last.", pushed(seen, colour)),
         ("the log-probs", "The optimiser steps move the policy away from the one that sampled. Of two "
          "completions you see the five tokens that moved furthest: the log-prob before the update, then the "
-         "log-prob and the ratio after a step. The ratio of the mean is the s of GSPO.", moved(seen)),
-        ("the new policy", "The new policy samples completions of the same questions. The mean reward of all "
-         f"{len(new['ids'])} was {rollout['rewards'].mean():.3f} before the update and is now "
-         f"{new['rewards'].mean():.3f}. Some of that is chance.", sampled(seen | {"rollout": new}))]
+         "log-prob and the ratio after a step. The ratio of the mean is the s of GSPO.", moved(seen))]
 
 def main(argv=None):
     parser = argparse.ArgumentParser(

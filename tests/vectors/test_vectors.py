@@ -5,11 +5,11 @@ import functools
 import importlib
 import json
 import types
-from math import exp, log
+from math import log
 
 import pytest
 import torch
-from check_vectors import FILE, fill, share, text
+from check_vectors import FILE, fill, text
 from conftest import call, settings
 from patched import module_of, patched_copy
 
@@ -130,34 +130,10 @@ def test_good_and_bad_tokens_lie_below_and_above_the_clip_range(case):
         far |= {(A > 0, w > 1) for w, A in zip(ratios, row) if abs(log(w)) > 8}
     assert len(far) == 4
 
-def test_the_other_bounds_are_met_too():
-    high, seen = 1 + CASES["CISPO"]["eps_high"], set()
-    for row, A in zip(VECTORS["ratios"]["token"], VECTORS["advantages"]["grpo"]):
-        assert all(abs(w - high) > 0.004 for w in row)
-        seen |= {(A > 0, w > high) for w in row if A}
-    assert len(seen) == 4 and CASES["Dr. GRPO"]["T_max"] > 9  # more than the longest row and the table
-
-def test_a_group_of_equal_rewards_has_no_share_in_a_mean_over_groups():
-    batch, G = VECTORS["batch"], VECTORS["batch"]["group_size"]
-    equal = [len(set(batch["rewards"][i - i % G:][:G])) == 1 for i in range(len(batch["rewards"]))]
-    assert any(equal) and equal == [share(CASES["DAPO"], i, batch) == 0 for i in range(len(equal))]
-
 def test_a_mean_over_all_tokens_weighs_the_rows_by_their_lengths():
     lengths = VECTORS["batch"]["lengths"]
     for row, other, n in zip(CASES["GRPO, no KL"]["gradient"], CASES[TOKEN_MEAN]["gradient"], lengths):
         assert other == pytest.approx([x * n * len(lengths) / sum(lengths) for x in row], abs=1e-9)
-
-@pytest.mark.parametrize("name", ["DPPO, TV", "DPPO, KL"])
-def test_good_and_bad_tokens_are_too_far_from_the_sampler(name):
-    """On the side to which A pushes them, where their gradient is 0, and on the other. None is near delta."""
-    case, batch, seen = CASES[name], VECTORS["batch"], set()
-    rows = zip(batch["logp"], batch["sampled_logp"], advantages_of(case), case["gradient"])
-    for logp, sampled, A, slope in ((*token,) for row in rows for token in zip(*row)):
-        pi, mu = exp(logp), exp(sampled)
-        D = abs(pi - mu) if name.endswith("TV") else mu * log(mu / pi) + (1 - mu) * log((1 - mu) / (1 - pi))
-        assert abs(D - case["delta"]) > 0.001
-        seen |= {(A > 0, D > case["delta"], slope == 0)} if A else set()
-    assert len(seen) == 6  # a gradient of 0 only where D is above delta
 
 def test_maxrl_and_gdpo_say_the_same(tmp_path):
     for name in ("maxrl", "gdpo"):
