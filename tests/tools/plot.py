@@ -86,8 +86,6 @@ def main(argv=None):
         tables[name] = pandas.concat([tables.get(name), table])
     panels = [(name + title, key, table) for name, table in tables.items()
               for key, title in shown.items() if key in table]
-    if not panels:
-        sys.exit("plot.py: there is nothing to draw")
     draw(panels, args.logit, args.out)
 
 if __name__ == "__main__":

@@ -92,7 +92,6 @@ def gain(case, log_w, t, A, logp):
         return 4 / tau / (1 + exp(-tau * (w - 1))) * A
     if case["form"] == "gmpo":  # exp(mean_t log w_t) A, each log w_t clipped on the side that A's sign says
         return exp(sum(smaller(x, high) if A > 0 else larger(x, -low) for x in log_w) / len(log_w)) * A
-
     if case["form"] == "dppo":  # w_t A, or 0 if A pushes pi away from mu, and they differ by more than delta
         pi, mu = exp(logp).real, exp(logp - log_w[t]).real
         D = {"tv": abs(pi - mu), "kl": sum(m * log(m / p).real for p, m in ((pi, mu), (1 - pi, 1 - mu)))}
