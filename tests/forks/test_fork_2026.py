@@ -79,7 +79,7 @@ def test_maxrls_advantages_by_hand(right, expected, fork):  # noqa: F811
     # A reward that is the same for all adds exactly nothing: rounding noise would be trained on.
     ([1, 0, 0, 1], [1, 1, 1, 1], 4, 1.0, [0.866, -0.866, -0.866, 0.866]),
     ([1, 1, 1, 1], [0.7, 0.7, 0.7, 0.7], 4, 1.0, [0, 0, 0, 0]),
-    ([1, 0, 0.3, 0.3], [0, 0, 0.7, 0.7], 2, 1.0, [1.2247, -1.2247, 0, 0]),
+    ([1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], 3, 0.1, [1.8179, -1.0525, -0.7654, 0, 0, 0]),
     # Where each answer costs the form, the two cancel: GDPO does not tell (1, 0) from (0, 1) there, either.
     ([1, 0, 1, 0], [0, 1, 0, 1], 4, 1.0, [0, 0, 0, 0])])
 def test_gdpos_advantages_by_hand(answers, forms, G, weight, expected, fork, monkeypatch):  # noqa: F811

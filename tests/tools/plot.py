@@ -22,6 +22,7 @@ PANELS = {"eval_sampled_accuracy": "held-out accuracy, sampled", "eval_accuracy"
           "clip_frac": "clipped share of tokens", "kl": "KL to the reference (nats per token)",
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic"}
 LOGIT_TICKS = [.01, .1, .2, .3, .5, .7, .8, .9, .95, .98, .99, .999]
+SHARE_TICKS = [0, .001, .01, .1, 1]
 
 def read(path):
     """Read runs as a table with the columns run, seed, step and numbers."""
@@ -52,9 +53,9 @@ def draw(panels, logit, out):
             axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
                       markersize=3, linewidth=1.4, label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
-        if logit:
-            axis.set_yscale("logit")
-            axis.yaxis.set_major_locator(ticker.FixedLocator(LOGIT_TICKS))
+        if logit or key == "clip_frac":  # one script clips a token in a thousand, another half of all
+            axis.set_yscale("logit") if logit else axis.set_yscale("symlog", linthresh=0.001)
+            axis.yaxis.set_major_locator(ticker.FixedLocator(LOGIT_TICKS if logit else SHARE_TICKS))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.set_title(title, fontsize=10)

@@ -18,8 +18,7 @@ import grpo
 import gspo
 import ppo
 
-RESULTS = ROOT / "tests" / "results" / "mistakes"
-sys.path.append(str(RESULTS))
+sys.path.append(str(ROOT / "tests" / "results" / "mistakes"))
 import mistakes  # noqa: E402
 
 @pytest.mark.slow
@@ -119,11 +118,10 @@ def test_a_checkpoint_is_evaluated_with_the_flags_of_its_run(tmp_path):
     assert (args.system_prompt, args.dtype, args.prompts) == ("Solve it.", "float32", 256)
 
 def test_every_mistake_of_the_results_can_be_planted_and_its_test_is_there(tmp_path):
-    """And its row of the table."""
     for mistake in mistakes.MISTAKES:
         mistakes.plant(mistake, tmp_path)  # exits where a text is not in its script exactly once
         file, _, test = mistake.test.partition("::")
         assert mistake.choice != bool(test), mistake.name
         assert mistake.choice or f"\ndef {test}(" in (ROOT / "tests" / file).read_text("utf-8"), mistake.name
-    lines = mistakes.read_table(RESULTS / "mistakes.csv")
+    lines = mistakes.read_table(mistakes.HERE / "mistakes.csv")
     assert [line["name"] for line in lines] == [mistake.name for mistake in mistakes.MISTAKES]
