@@ -1,5 +1,4 @@
 """Shared by the tests: each part says by which."""
-import contextlib
 import inspect
 import json
 import os
@@ -45,15 +44,6 @@ def spy(monkeypatch, module, name):
     monkeypatch.setattr(module, name, wrapper)
     return calls
 
-@contextlib.contextmanager
-def refused(capsys, *words):
-    """The block must end in sys.exit: its text, or what argparse writes on stderr, holds all `words`."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        yield
-    said = f"{left.value.code}\n{capsys.readouterr().err}"
-    assert left.value.code and all(word in said for word in words), said
-
 def same(a, b):
     """Bit-equality of nested containers of tensors and numbers."""
     if isinstance(a, dict):
@@ -95,8 +85,7 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
     return model.to(dtype)
 
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
-    """Token i reads words[i], or "t<i>". Texts join without a space and are read a character at a time: a
-    "t<i>" never comes back as the id it was decoded from."""
+    """Token i reads words[i], or "t<i>"; texts are read a character at a time, so "t<i>" never comes back."""
     ids = {word: i for i, word in enumerate(words or [f"t{i}" for i in range(vocab_size)])}
     tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unk))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
@@ -105,7 +94,7 @@ def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=
         tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos)
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
-    """A token per printable character, so that any text can be a prompt, and 6 special ones: 102 in all."""
+    """A token per printable character, so that any text can be a prompt; 102 in all."""
     words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127))]
     words += ["\n", "<|im_start|>", "<|im_end|>"]
     out = tiny_tokenizer(None, eos, pad, "<unk>", "<bos>", words)
@@ -127,7 +116,7 @@ def save_tiny(path, family="qwen2", tokenizer=None, **settings):
     return str(path)
 
 def make_batch(prompts, completions):
-    """A rollout's columns that lists of ids determine, spelt out without the code under test."""
+    """A rollout's columns that lists of ids determine, without the code under test."""
     rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
     T, L = max(map(len, completions)), max(map(len, rows))
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
@@ -136,10 +125,10 @@ def make_batch(prompts, completions):
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
             "has_gradient": torch.ones(len(rows), dtype=torch.bool), "row": torch.arange(len(rows))}
 
-def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12)):
+def random_batch(rows, seed=0, prompt=(1, 9), completion=(1, 12)):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
     rng = random.Random(seed)
-    draw = lambda low, high: [rng.randrange(vocab_size) for _ in range(rng.randint(low, high))]  # noqa: E731
+    draw = lambda low, high: [rng.randrange(64) for _ in range(rng.randint(low, high))]  # noqa: E731
     return make_batch([draw(*prompt) for _ in range(rows)], [draw(*completion) for _ in range(rows)])
 
 def full_logprobs(model, batch, temperature):
@@ -223,13 +212,13 @@ def call(function, given):
                     "tests/conftest.py, or give the copy a class (my_tracker: MyTracker)", pytrace=False)
     return function(*(given[name] for name in asked))
 
-def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
-    """What policy_loss takes, for ragged rows in float64, with nonsense in the padding and where a token does
-    not count, which is one in each row of three or more; spread and shift are those of the log-ratios."""
+def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
+    """What policy_loss takes, for ragged rows with holes in float64, with nonsense where no token counts;
+    spread is that of the log-ratios."""
     torch.manual_seed(seed)
     old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
     mask = holes((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double())
-    return {"logp": old + spread * noise + shift, "old_logp": old, "ref_logp": old + 0.5 * gap,
+    return {"logp": old + spread * noise, "old_logp": old, "ref_logp": old + 0.5 * gap,
             "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
 
 def loss_of(script, rows, args):

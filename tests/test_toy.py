@@ -36,16 +36,15 @@ def test_make_py_makes_these_problems(monkeypatch):
 
 @pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
 def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch):
-    """With the end of sequence, or the model that RL starts from would never end one. Six rows are fewer than
-    --prompts 16: they were not trained."""
+    """With the end of sequence, or the model that RL starts from would never end one; also of six rows, which
+    are fewer than --prompts 16."""
     import sft
-    calls, rows = spy(monkeypatch, sft, "train"), sums(6)
-    write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in rows])
-    args = settings(grpo, model="model", dataset="warmup.jsonl", prompts=prompts, out="sft", warmup_steps=0)
-    sft.main(args)
+    calls = spy(monkeypatch, sft, "train")
+    write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in sums(6)])
+    sft.main(settings(grpo, model="model", dataset="warmup.jsonl", prompts=prompts, out="sft"))
     tokenizer = AutoTokenizer.from_pretrained("sft")
-    learnt = [ids for _, completions in calls[0].batches for ids in completions]
-    assert sorted(map(tokenizer.decode, learnt)) == sorted(row["answer"] + "<eos>" for row in rows)
+    learnt = [tokenizer.decode(ids) for _, completions in calls[0].batches for ids in completions]
+    assert sorted(learnt) == sorted(row["answer"] + "<eos>" for row in sums(6))
     assert len(calls[0].batches) == steps
 
 @pytest.mark.slow
