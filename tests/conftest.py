@@ -1,4 +1,4 @@
-"""Shared by the tests: each part says by which."""
+"""What two or more files of tests share, in parts: the line above each says who uses it."""
 import inspect
 import json
 import os
@@ -55,26 +55,7 @@ def same(a, b):
 def tensor64(numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
-def slopes(function, x, h=1e-6):
-    """Gradient of a scalar function of the float64 tensor x by central differences."""
-    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
-    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
-
 # ---- Models and rows of tokens: test_logprobs, test_sampling, test_batching, test_ppo, test_gpu, forks ----
-
-@pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
-def family(request):
-    return request.param
-
-def tiny_config(family, vocab_size=64, **settings):
-    """A config of `family` (qwen2, qwen3, llama, gpt2 ...) with a few thousand parameters."""
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=512)
-    if family == "gpt2":
-        sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=512)
-        sizes |= dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0)
-    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
-    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
 
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
     """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
@@ -83,6 +64,17 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
     for p in model.parameters():
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
+
+def tiny_config(family, vocab_size=64, **settings):
+    """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters; the rest is unused."""
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, attn_pdrop=0.0, resid_pdrop=0.0,
+                 embd_pdrop=0.0, eos_token_id=1, bos_token_id=None, pad_token_id=None)
+    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
+
+@pytest.fixture(params=["qwen2", "gpt2"])
+def family(request):
+    return request.param
 
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
     """Token i reads words[i], or "t<i>"; texts are read a character at a time, so "t<i>" never comes back."""
@@ -125,11 +117,11 @@ def make_batch(prompts, completions):
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
             "has_gradient": torch.ones(len(rows), dtype=torch.bool), "row": torch.arange(len(rows))}
 
-def random_batch(rows, seed=0, prompt=(1, 9), completion=(1, 12)):
+def random_batch(rows, seed=0, longest=12):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
     rng = random.Random(seed)
-    draw = lambda low, high: [rng.randrange(64) for _ in range(rng.randint(low, high))]  # noqa: E731
-    return make_batch([draw(*prompt) for _ in range(rows)], [draw(*completion) for _ in range(rows)])
+    parts = [[rng.choices(range(64), k=rng.randint(1, longest)) for _ in range(rows)] for _ in "pc"]
+    return make_batch(*parts)
 
 def full_logprobs(model, batch, temperature):
     """(N, T) log-probs by the definition in float64, each row alone and unpadded; 0 where the mask is 0."""
@@ -150,10 +142,9 @@ def holes(mask):
 
 def generate_holes(monkeypatch):
     """Rollouts have holes from now on, before anything is computed from them."""
-    def generate(*given):
-        return (rollout := real(*given)) | {"mask": holes(rollout["mask"])}
     real = common.generate
-    monkeypatch.setattr(common, "generate", generate)
+    holey = lambda *given: (made := real(*given)) | {"mask": holes(made["mask"])}  # noqa: E731
+    monkeypatch.setattr(common, "generate", holey)
 
 # ---- Whole runs in a directory of their own: test_cli, test_data, test_resume, test_toy, forks ----
 
@@ -203,6 +194,11 @@ def newest(out="run"):
     return max(Path(out).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
+
+def slopes(function, x, h=1e-6):
+    """Gradient of a scalar function of the float64 tensor x by central differences."""
+    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
+    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
 
 def call(function, given):
     """Give a function what it asks for by the names of its parameters, numbers from the args."""

@@ -1,4 +1,5 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
+import re
 import shlex
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import CHATML, TINY, char_tokenizer, spy, sums, train, write_jsonl
+from conftest import CHATML, TINY, char_tokenizer, spy, sums, write_jsonl
 
 import common
 import grpo
@@ -92,11 +93,11 @@ def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_setting
     rows[77] = {"question": "?" * 90, "answer": "1"}
     flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 100"
     exams = [questions(load(f"{flags} {more}")[1]) for more in ("", "--seed 7", "--max_prompt_tokens 60")]
-    assert exams[0] == exams[1] and len(set(exams[0])) == 100 and set(exams[0]) <= set(questions(rows))
+    assert exams[0] == exams[1] and len(set(exams[0])) == 100
     assert exams[2] == [question for question in exams[0] if question[0] != "?"]
     assert list(map(len, exams[0])) == sorted(map(len, exams[0])), "for little padding"
-    numbers = [questions(rows).index(question) for question in exams[0]]
-    assert 80 < sum(numbers) / 100 < 120 and len(prepared[0].split) == 100
+    assert 80 < sum(questions(rows).index(question) for question in exams[0]) / 100 < 120
+    assert len(prepared[0].split) == 100
 
 def test_problems_keep_all_columns_which_may_have_other_names():
     """Those that a problem has names for, too: under "row" they are as they were."""
@@ -110,15 +111,14 @@ def test_problems_keep_all_columns_which_may_have_other_names():
 
 def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
     """Of 11 rows whose prompts are 60 tokens or fewer, 3 are held out as well."""
-    rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
-    rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}, {"question": "???"}]
-    rows += [{"answer": "1"}, {"question": "", "answer": "1"}]
-    flags = splits_of(rows, sums(5, start=7))
-    train_set, _ = load(f"{flags} --max_prompt_tokens 60 --eval_problems 9")
+    rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
+    rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
+    rows += [{"answer": "1"}, {"question": "", "answer": "1"}, {"question": "", "answer": "2"}]
+    flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 9"
+    assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
     said = capsys.readouterr().out
-    assert questions(train_set) == questions(sums(10)) + ["x" * 59]
-    assert "'over --max_prompt_tokens': 3" in said and "'no readable answer': 3" in said
-    assert "'no question': 2" in said and "11 training problems; 5 held-out problems, 3 of which" in said
+    assert re.findall(r"\d+", said.splitlines()[0]) == ["2", "2", "3"]
+    assert re.findall(r"\d+", said.splitlines()[1]) == ["11", "5", "3"]
     write_jsonl("mine/train.jsonl", rows[-5:])
     with pytest.raises(SystemExit, match="no problems are left"):
         load(flags)
@@ -131,9 +131,6 @@ def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(monkeypatch
     assert len(load(flags)[0]) == 3
     own, held_out = load(f"{flags} --answer_column ''")
     assert len(own) == 5 and held_out and own[0]["answer"] == ""
-    monkeypatch.setattr(common, "answer_reward", lambda problems, texts: list(map(float, map(len, texts))))
-    held_out, step = train(grpo, f"{TINY} --answer_column ''")
-    assert held_out["eval_reward"] > 0 and not {"eval_accuracy", "eval_sampled_accuracy"} & held_out.keys()
 
 def test_golds_that_are_numbers_can_be_earned_and_an_empty_cell_is_none():
     """As 1e+16 and 0.30000000000000004 no completion had them."""
@@ -151,13 +148,11 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
     """The system prompt in its place, a turn to answer in, BOS once; without a template plain text. A chat
     may have a system prompt of its own."""
     tokenizer = char_tokenizer(**LOOKS[look])
-    brief = [turn("system", system)] if system else []
-    alone = [turn("user", "1 + 1?")]
+    brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
     led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
     for given, chat in (("1 + 1?", brief + alone), (alone, brief + alone), (talk, brief + talk), (led, led)):
-        row = {"question": given, "answer": "#### 2"}
-        problem, = prepare([row], tokenizer, f"--system_prompt '{system}'")
+        problem, = prepare([{"question": given, "answer": "2"}], tokenizer, f"--system_prompt '{system}'")
         own = [tokenizer.bos_token_id] * (look == "plain")
         own += tokenizer.convert_tokens_to_ids([*"".join(f"{turn['content']}\n" for turn in chat)])
         if tokenizer.chat_template:

@@ -32,7 +32,7 @@ def test_values_are_exactly_zero_at_the_start(dtype):
 
 def test_v_t_is_the_value_of_the_state_before_token_t():
     """Against the critic run on each prefix alone, in value and in gradient."""
-    (_, model), batch, push = new_critic(head=1.0), random_batch(6, seed=3), torch.randn(6, 12).double()
+    (_, model), batch, push = new_critic(head=1.0), random_batch(6, seed=3), torch.randn(6, 12)
     values = ppo.token_values(model.double(), batch, settings(ppo))
     alone, weights = torch.zeros_like(values), list(model.parameters())
     for i, start in enumerate(batch["prompt_length"].tolist()):
@@ -40,8 +40,7 @@ def test_v_t_is_the_value_of_the_state_before_token_t():
             prefix = batch["ids"][i:i + 1, :start + t]
             alone[i, t] = model.score(model(prefix).last_hidden_state[0, -1]).squeeze()
     torch.testing.assert_close(values, alone, rtol=1e-6, atol=1e-6)
-    push = push[:, :values.shape[1]]
-    ours, theirs = (torch.autograd.grad((x * push).sum(), weights) for x in (values, alone))
+    ours, theirs = (torch.autograd.grad((x * push[:, :x.shape[1]]).sum(), weights) for x in (values, alone))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert values.std() > 0.1
 
@@ -115,7 +114,7 @@ def test_policy_and_critic_are_trained_apart():
     other = weights_after(adv=-50.0)
     assert torch.equal(other[1], value) and not torch.equal(other[0], policy)
     trainer, rollout = Trainer(ppo).moved()
-    pushes = [trainer.gradients(rollout, vf_coef=vf_coef)[0][0, -17:] for vf_coef in (0.3, 0.6)]  # of the head
+    pushes = [trainer.gradients(rollout, vf_coef=vf_coef)[0][0, -17:] for vf_coef in (0.3, 0.6)]  # the head
     torch.testing.assert_close(2 * pushes[0], pushes[1])
 
 def test_a_run_has_adams_epsilon_of_the_papers_and_a_learning_rate_for_each_model(here, spread):

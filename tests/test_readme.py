@@ -1,5 +1,4 @@
-"""The README's step by hand and the answers to its questions, computed by the scripts' own functions; its
-commands, links and examples, and those of every other page."""
+"""The README's step by hand, computed by the scripts; links, commands and examples of all pages."""
 import re
 import shlex
 import sys
@@ -16,8 +15,7 @@ import grpo
 import gspo
 import ppo
 
-README, ANSWERS, FORKS = ((ROOT / path).read_text(encoding="utf-8") for path in (
-    "README.md", "tests/results/README.md", "tests/forks/README.md"))
+README, FORKS = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "tests/forks/README.md"))
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
 
 def columns(start):
@@ -30,12 +28,6 @@ def same(cells, values):
     for cell, value in zip(cells, values, strict=True):
         digits = len(cell.partition(".")[2])
         assert abs(float(cell) - torch.as_tensor(value).item()) <= 0.5001 * 10 ** -digits, (cell, value)
-
-def numbers(pattern, text=README):
-    """The groups of a pattern in which a blank stands for any white space and # for a number."""
-    number = r"(-?\d*\.?\d+(?:e-\d+)?)"
-    pattern = r"\s+".join(re.escape(word).replace(r"\#", number) for word in pattern.split())
-    return re.search(pattern, text).groups()
 
 # ---- One step by hand ----
 
@@ -55,50 +47,29 @@ def advantages():
     rewards = ppo.token_rewards(R, 0 * MASK, None, MASK, args.beta)
     return ppo.gae(rewards, V, MASK, args.gamma, args.lam)[0], grpo.group_advantages(R, 4)[:, None]
 
-def pushes(script, **flags):
+def pushes(script):
     """The gradient of N J by log pi, and the loss, of the four completions."""
     x, (critic, group) = NEW.clone().requires_grad_(), advantages()
     rows = {"logp": x, "old_logp": 0 * MASK, "ref_logp": None, "mask": MASK,
             "adv": critic if script is ppo else group}
-    loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0, **flags)})
+    loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0)})
     return -torch.autograd.grad(loss, x)[0], loss.detach() / 4
 
 def test_the_advantages_of_one_step():
     same([row[4] for row in HAND], advantages()[0][MASK > 0])
     same([row[2] for row in HAND], advantages()[1].expand(4, 4)[MASK > 0])
-    first, others = numbers("completion 1 has A = .75/.5 = #, and the others have A = -.25/.5 = #")
-    printed = tensor64([float(first), *[float(others)] * 3])[:, None]
-    torch.testing.assert_close(advantages()[1], printed, rtol=0, atol=4e-4)  # the 1e-4
 
 def test_the_pushes_of_one_step():
     s = ((NEW * MASK).sum(1) / LENGTHS[:, 0]).exp()
     same([row[6] for row in HAND], NEW.exp()[MASK > 0])
     same([row[7] for row in HAND], s[:, None].expand(4, 4)[MASK > 0])
-    losses = [*numbers("is # in PPO, # in GRPO and"), numbers("1 × .5)/4 = #")[0]]
+    losses = re.search(r"is (\S+) in PPO, (\S+) in GRPO and.*?= (\S+) in GSPO", README, re.S).groups()
     for i, script in enumerate((ppo, grpo, gspo)):
         pushed, loss = pushes(script)
         printed = [row[8 + i] for row in HAND]
         assert [cell == "clip" for cell in printed] == (pushed[MASK > 0] == 0).tolist()
         same([cell.replace("clip", "0") for cell in printed], pushed[MASK > 0])
         same([losses[i]], [loss])
-
-def test_the_answer_with_another_clip_range():
-    """With --eps_high .3 the first cell changes in PPO and GRPO, the first four in GSPO; and the losses."""
-    cells = numbers("pushed by # in PPO and by # in GRPO. The losses become # and #.", ANSWERS)
-    cells += numbers("each of its four tokens is pushed by #, and the loss becomes #.", ANSWERS)
-    for script, cell, printed, changed in [(ppo, 0, 2, 1), (grpo, 1, 3, 1), (gspo, 4, 5, 4)]:
-        (before, _), (after, loss) = pushes(script), pushes(script, eps_high=0.3)
-        assert (before != after).nonzero().tolist() == [[0, t] for t in range(changed)]
-        same([cells[cell], cells[printed]], [after[0, 0], loss])
-
-def test_the_three_side_by_side():
-    rows = {row[0]: row[1:] for row in columns("                     PPO  ")}
-    for i, script in enumerate((ppo, grpo, gspo)):
-        args = settings(script)
-        same(re.findall(r"[\d.]+", rows["clip"][i]), [1 - args.eps_low, 1 + args.eps_high])
-        assert float((re.findall("β = (.*)", rows["KL"][i]) or [0])[0]) == args.beta
-        assert rows["prompts × G"][i] == f"{args.prompts} × {args.group_size}"
-        assert int(rows["steps a rollout"][i]) == args.epochs * args.minibatches
 
 # ---- Links, commands, examples ----
 

@@ -51,16 +51,15 @@ def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch)
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
     """`python grpo.py` with no flag at all; the other two with fewer held-out problems. Neither a hundredth
     of the learning rate nor ten times the KL reaches this. After training completions work in steps."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    few = "--eval_problems 640 --eval_every 20".split()
-    running = {name: subprocess.Popen([sys.executable, ROOT / f"{name}.py", *few * (name != "grpo")],
+    environment, few = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, "--eval_problems 640"
+    running = {name: subprocess.Popen([sys.executable, ROOT / f"{name}.py", *few.split() * (name != "grpo")],
                                       cwd=tmp_path, env=environment) for name in ("ppo", "grpo", "gspo")}
     for name, process in running.items():
         assert process.wait(timeout=280) == 0
         out, = (tmp_path / "runs").glob(f"{name}-*")
         rows = [json.loads(line) for line in (out / "metrics.jsonl").open(encoding="utf-8")]
         before, after = rows[0], rows[-1]
-        assert [row["step"] for row in rows] == [*range(21)] and (out / "step-20").is_dir()
+        assert [row["step"] for row in rows] == [*range(21)]
         assert before["eval_accuracy"] == pytest.approx(0.398, abs=0.01 if name == "grpo" else 0.05)
         assert before["eval_sampled_accuracy"] == pytest.approx(0.54, abs=0.05)
         assert after["eval_accuracy"] > 0.99 and after["eval_sampled_accuracy"] > 0.96, name
