@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from conftest import CHATML, TINY, Trainer, char_tokenizer, newest, same, save_tiny, settings, spy, train
+from conftest import TINY, Trainer, newest, same, save_tiny, settings, spy, train
 
 import common
 import gspo
@@ -40,27 +39,23 @@ def test_an_out_that_exists_stays_as_it_was():
         train(grpo, QUICK)
     assert not [*Path("run").iterdir()]
 
-def test_more_tokens_than_the_model_has_positions_are_refused():
-    """GPT-2's learned positions end at 512 here: going beyond is an index error, on a GPU a dead context."""
-    args = settings(grpo, model=save_tiny("gpt", "gpt2"), max_prompt_tokens=70, max_new_tokens=442)
-    common.load_policy(args)
-    args.max_new_tokens += 1
-    with pytest.raises(AssertionError, match="512 positions"):
-        common.load_policy(args)
-
 @pytest.mark.parametrize("function, place, off", [
     ("generate", (0, 0), 0.01), ("token_logprobs", (1, 0), -0.01), ("token_logprobs", (1, -1), 0.01)])
-def test_the_check_of_a_model_sees_one_wrong_number(function, place, off, monkeypatch):
-    """In either row, by the sampler or by the training pass. It leaves a good model in training mode."""
+def test_a_model_whose_log_probs_or_positions_do_not_fit_is_refused(function, place, off, monkeypatch):
+    """One wrong number is seen, of the sampler or the training pass. Beyond GPT-2's 512 learned positions is
+    an index error, on a GPU a dead context. A good model is left in training mode."""
     def wrong(*given):
         result = real(*given)
         (result["sampled_logp"] if function == "generate" else result)[place] += off
         return result
-    args, real = settings(grpo, model="model"), getattr(common, function)
-    assert common.load_policy(args)[0].training
+    real, args = getattr(common, function), settings(grpo, model=save_tiny("gpt", "gpt2"), max_new_tokens=448)
+    assert args.max_prompt_tokens == 64 and common.load_policy(args)[0].training
+    args.max_new_tokens += 1
+    with pytest.raises(AssertionError, match="512 positions"):
+        common.load_policy(args)
     monkeypatch.setattr(common, function, wrong)
     with pytest.raises(SystemExit, match="off by 0.01"):
-        common.load_policy(args)
+        common.load_policy(settings(grpo, model="gpt"))
 
 # ---- Models and defaults ----
 
@@ -90,25 +85,13 @@ def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
 
 @pytest.mark.parametrize("flags, dtype, low", [
     ("cpu", "float32", 3e-4), ("cuda", "bfloat16", 0.01), ("cpu --dtype bfloat16", "bfloat16", 0.01),
-    ("cuda --dtype float32", "float32", 3e-4), ("cuda --eps_low 0.007", "bfloat16", 0.007),
-    ("T4", "float32", 3e-4)])
+    ("cuda --eps_low 0.007", "bfloat16", 0.007), ("T4", "float32", 3e-4)])
 def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(flags, dtype, low, monkeypatch):
     """A T4 has no bfloat16: it emulates it, several times slower than float32."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: including_emulation or "T4" not in flags)
     args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
     assert (args.dtype, args.eps_low) == (dtype, low)
-    for there, tokens in ((True, 8192), (False, 1536)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-        assert grpo.parse_args(["--model", "x"]).micro_batch_tokens == tokens
-
-def test_a_trained_model_stops_where_training_did():
-    """At the end of a turn, too, which is not the model's own end-of-sequence token."""
-    save_tiny("chat", "qwen3", char_tokenizer(CHATML))
-    train(grpo, f"{TINY} --model chat")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(newest())
-    stops = transformers.GenerationConfig.from_pretrained(newest()).eos_token_id
-    assert tokenizer.convert_ids_to_tokens(stops) == ["<eos>", "<|im_end|>"]
 
 def test_the_instruction_asks_for_a_mark_that_the_reward_reads():
     """Else no completion of a real model earns anything."""
@@ -219,13 +202,11 @@ def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, sprea
         assert all(f"  {name} {row[name]:.3g}" in line for name in ("reward", "kl", "eval_accuracy"))
         kept, rollout = completions(f"step-{row['step']}"), call.result[0]
         assert [one["completion"] for one in kept] == rollout["texts"]
-        assert [one["reward"] for one in kept] == rollout["rewards"].tolist()
     for row in (before, *rows):
         sampled, greedy = (completions(f"held-out-{row['step']}{how}") for how in ("", "-greedy"))
         assert [one["question"] for one in sampled] == [one["question"] for one in greedy]
         assert [one["completion"] for one in sampled] != [one["completion"] for one in greedy]
         assert sum(one["reward"] for one in sampled) / 2 == pytest.approx(row["eval_reward"])
-        assert sum(one["right"] for one in greedy) / 2 == row["eval_accuracy"]
         assert f"    | {sampled[0]['question']}\n    | {sampled[0]['completion']}\n" in said
     assert len(set(re.findall(r"\| (What.*)", said))) == 1
 
@@ -235,10 +216,8 @@ def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, sprea
     ({"sampling_logp_difference": 0.09}, [0, 1], ""), ({"sampling_logp_difference": 0.11}, [0, 1], "sampler"),
     ({}, [1, 1, 1], "rewards of this rollout are equal")])
 def test_what_is_wrong_without_an_error_is_warned_about(stats, rewards, words, monkeypatch, capsys):
-    """Completions cut off, a step left out, log-probs of the sampler that are not those that are trained,
-    rewards that teach nothing."""
-    Path("run").mkdir()
     monkeypatch.setattr(common, "records_of", lambda rollout: [])
+    Path("run").mkdir()
     common.log(settings(grpo, out="run"), 1, stats, {"rewards": torch.tensor(rewards)})
     said = capsys.readouterr().out
     assert said.count("warning: ") == bool(words) and words in said

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, settings, spy, tiny_model,
+from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, save_tiny, settings, spy, tiny_model,
                       tiny_tokenizer)
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,17 +51,20 @@ def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
     assert rollout["finished"].tolist() == [True, False, True, True, True]
     assert rollout["sampled_logp"][0].tolist() == [-1, -2, -3, 0, 0]
 
-def test_tokens_that_stop():
+def test_tokens_that_stop(tmp_path):
     """Those of generation_config, one or several, and the tokenizer's; neither need have any. And what ends a
-    turn in the chat template, if that is a special token: in Qwen2.5's base models it is not eos, 1."""
+    turn in the chat template, if that is a special token: in Qwen2.5's base models it is not eos, 1. Whoever
+    loads the trained model finds them in its generation_config."""
     model, no_mark = tiny_model(), CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]")
-    tiny, end = tiny_tokenizer(), char_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    tiny, chat = tiny_tokenizer(), char_tokenizer(CHATML)
+    end = chat.convert_tokens_to_ids("<|im_end|>")
     for listed, tokenizer, expected in [
-            (7, tiny, [1, 7]), ([9, 7], tiny, [1, 7, 9]), (None, tiny, [1]),
-            (None, tiny_tokenizer(eos=None), []), (None, char_tokenizer(no_mark), [1]),
-            (None, char_tokenizer(CHATML), [1, end])]:
+            (7, tiny, [1, 7]), ([9, 7], tiny, [1, 7, 9]), (None, tiny, [1]), (None, chat, [1, end]),
+            (None, tiny_tokenizer(eos=None), []), (None, char_tokenizer(no_mark), [1])]:
         model.generation_config.eos_token_id = listed
         assert common.stop_ids(model, tokenizer) == expected
+    policy, _ = common.load_policy(settings(grpo, model=save_tiny(tmp_path, "qwen2", chat)))
+    assert policy.generation_config.eos_token_id == [1, end]
 
 # --- which tokens
 
