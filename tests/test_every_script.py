@@ -85,20 +85,6 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
 
-def test_a_token_that_does_not_count_changes_no_other(script):
-    """A fork may set the mask of some tokens to 0. The pushes of the others at ratio 1 stay, but for |o|."""
-    trainer, rows = prepared(script).moved()
-    rest, pushes = rows | {"mask": holes(rows["mask"])}, []
-    logp = common.token_logprobs(trainer.policy, rows, trainer.args).detach()
-    for x in (rows, rest):
-        at_one = x | dict.fromkeys(["logp", "old_logp", "sampled_logp"], logp)
-        _, push, _ = loss_of(script, at_one, trainer.args)
-        push = push * x["mask"].sum(1, keepdim=True) * rest["mask"]
-        # a copy may weigh a row in another way than by |o|
-        pushes.append(push if script.__name__ in OURS else torch.nn.functional.normalize(push, dim=1))
-    torch.testing.assert_close(*pushes, **EXACT, msg=(
-        "the push of a token depends on whether another one counts: wrong, unless the objective says so"))
-
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
     """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics are
     those of every micro-batch of both passes."""
