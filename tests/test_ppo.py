@@ -112,9 +112,20 @@ def test_policy_and_critic_are_trained_apart():
         assert torch.equal(other[0], policy) and not torch.equal(other[1], value)
     other = weights_after(adv=-50.0)
     assert torch.equal(other[1], value) and not torch.equal(other[0], policy)
-    trainer, rollout = Trainer(ppo).moved()
-    pushes = [trainer.gradients(rollout, vf_coef=vf_coef)[0][0, -17:] for vf_coef in (0.3, 0.6)]  # the head
-    torch.testing.assert_close(2 * pushes[0], pushes[1])
+
+def test_the_critics_gradient_of_an_update():
+    """It has the weight vf_coef, and old values do not move along. By loops: vectors/test_vectors.py."""
+    trainer, rollout = Trainer(ppo, vf_coef=0.3, eps_value=0.02).moved()
+    V, V_old = ppo.token_values(trainer.critic, rollout, trainer.args), rollout["values"]
+    held = torch.maximum(torch.minimum(V, V_old + 0.02), V_old - 0.02)
+    R, mask = rollout["returns"], rollout["mask"]
+    error = 0.5 * torch.maximum((V - R) ** 2, (held - R) ** 2) * mask
+    L = (error.sum(1) / mask.sum(1)).mean()
+    expected = torch.autograd.grad(0.3 * L, list(trainer.critic.parameters()), materialize_grads=True)
+    expected = torch.cat([g.flatten() for g in expected])
+    [gradient], stats = trainer.gradients(rollout)
+    torch.testing.assert_close(gradient[-len(expected):], expected, rtol=1e-6, atol=1e-9)
+    assert stats["value_loss"] == pytest.approx(L.item(), rel=1e-5)
 
 def test_a_run_has_adams_epsilon_of_the_papers_and_a_learning_rate_for_each_model(here, spread):
     train(ppo, TINY + " --value_lr 0.02")
