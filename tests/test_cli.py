@@ -131,17 +131,10 @@ def test_every_flag_of_the_objective_changes_what_is_learned(script):
 @pytest.mark.parametrize("script, flags, fresh", [
     (grpo, "--ref_every 2", [1, 0, 1, 0, 1]), (gspo, "--ref_every 3", [1, 0, 0, 1, 0]), (grpo, "", [1, 0, 0]),
     (ppo, "", [1, 0, 0]), (grpo, "--beta 0", []), (ppo, "--beta 0", [])])
-def test_the_reference_is_the_first_model_or_that_of_an_mth_step(script, flags, fresh, spread, monkeypatch):
+def test_the_reference_is_the_first_model_or_that_of_an_mth_step(script, flags, fresh, spread):
     """There, and there only, the KL of the rollout is 0. With --beta 0 there is none."""
-    def collect(*given):
-        policy, reference = given[0], given[-5]
-        if reference is not None:
-            equal.append(same(dict(policy.state_dict()), dict(reference.state_dict())))
-        return real(*given)
-    real, equal = script.collect, []
-    monkeypatch.setattr(script, "collect", collect)
     rows = train(script, f"{QUICK} --beta 0.1 --steps {len(fresh) or 1} {flags}")
-    assert equal == [abs(row["kl"]) < 1e-6 for row in rows if "kl" in row] == list(map(bool, fresh))
+    assert [abs(row["kl"]) < 1e-6 for row in rows if "kl" in row] == list(map(bool, fresh))
 
 @every_main
 def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(script, spread):

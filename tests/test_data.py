@@ -55,14 +55,10 @@ def test_a_directory_gives_its_splits():
     ("", ["main", "socratic"], "main"), ("--subset socratic", ["main", "socratic"], "socratic"),
     ("", ["default"], None)])
 def test_a_data_set_of_the_hub_is_read_in_the_given_configuration_or_in_main(flags, names, read, monkeypatch):
-    def load_dataset(*given):
-        asked.append(given)
-        return {"train": datasets.Dataset.from_list(sums(20)), "test": datasets.Dataset.from_list(sums(5))}
-    asked = []
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda source: names)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    load(f"--dataset openai/gsm8k {flags}")
-    assert asked == [("openai/gsm8k", read)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, subset: {"train": subset, "test": source})
+    args = grpo.parse_args(["--model", "x", "--dataset", "openai/gsm8k", *flags.split()])
+    assert common.read_dataset(args.dataset, args.subset) == {"train": read, "test": "openai/gsm8k"}
 
 def test_a_lone_file_has_no_test_split_and_a_chat_may_not_end_with_the_answer():
     """A split that was asked for is not replaced by a fifth of the file."""
@@ -103,11 +99,9 @@ def test_problems_keep_all_columns_which_may_have_other_names():
     """Those that a problem has names for, too: under "row" they are as they were."""
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "prompt": 1.5, "level": 3}
             for row in sums(20)]
-    flags = splits_of(rows, [{"problem": "1 + 1", "solution": 2}])
-    train_set, held_out = load(f"{flags} --question_column problem --answer_column solution")
-    assert questions(train_set) == questions(sums(20)) and questions(held_out) == ["1 + 1"]
-    assert train_set[3]["level"] == 3 and train_set[3]["row"] == rows[3] and train_set[3]["answer"] == "6"
-    assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
+    train_set, _ = load(f"{splits_of(rows, rows)} --question_column problem --answer_column solution")
+    assert questions(train_set) == questions(sums(20)) and train_set[3]["answer"] == "6"
+    assert train_set[3]["level"] == 3 and train_set[3]["row"] == rows[3]
 
 def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
     """Of 11 rows whose prompts are 60 tokens or fewer, 3 are held out as well."""

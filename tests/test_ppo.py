@@ -3,7 +3,8 @@ Whole steps against loops over single numbers: vectors/test_vectors.py."""
 import pytest
 import torch
 from check_vectors import gae
-from conftest import TINY, Trainer, generate_holes, random_batch, settings, tensor64, tiny_model, train
+from conftest import (TINY, Trainer, full_logprobs, generate_holes, random_batch, settings, tensor64,
+                      tiny_model, train)
 
 import ppo
 
@@ -20,13 +21,12 @@ def new_critic(head=0.0, bias=0.0):
 
 def test_values_are_exactly_zero_at_the_start():
     """A random head would make the first advantages noise: it is zero, on a copy of the policy; it learns."""
-    (policy, model), batch = new_critic(), random_batch(5)
-    values = ppo.token_values(model, batch, settings(ppo))
-    assert values.shape == batch["mask"].shape and (values == 0).all()
-    ours, theirs = dict(model.named_parameters()), dict(policy.base_model.named_parameters())
-    assert ours.keys() - theirs.keys() == {"score.weight", "score.bias"}
-    for name, weight in theirs.items():
-        assert torch.equal(ours[name], weight) and ours[name].data_ptr() != weight.data_ptr()
+    policy, model = new_critic()
+    values = ppo.token_values(model, random_batch(5), settings(ppo))
+    assert (values == 0).all()
+    for name, weight in policy.base_model.named_parameters():
+        ours = model.get_parameter(name)
+        assert torch.equal(ours, weight) and ours.data_ptr() != weight.data_ptr()
     values.sum().backward()
     assert model.score.weight.grad.abs().max() > 0
 
@@ -55,30 +55,25 @@ def test_values_in_bfloat16_are_not_rounded():
 @pytest.mark.parametrize("group_size, whiten, beta, some", [
     (1, False, 0.2, False), (3, True, 0.0, False), (3, True, 0.2, True)])
 def test_collect_by_loops(group_size, whiten, beta, some, monkeypatch):
-    """From sampled tokens to advantages, returns and what is logged of them, with nothing of ppo.py. If some
-    tokens do not count, the last that does has the reward, and GAE is that of a list without them."""
+    """From log-probs and values to advantages, returns and what is logged of them, with nothing of ppo.py. If
+    some tokens do not count, the last that does has the reward, and GAE is that of a list without them."""
     if some:
         generate_holes(monkeypatch)
     trainer = Trainer(ppo, group_size=group_size, whiten=whiten, beta=beta, gamma=0.9, lam=0.8)
-    if beta == 0:
-        trainer.reference = None
+    trainer.reference = trainer.reference if beta else None
     trainer.collect()
     rollout, stats, mask = trainer.rollout, trainer.stats, trainer.rollout["mask"]
-    logp, ref, V, rewards, adv, to_come = torch.zeros(6, *mask.shape).double()
+    rewards, adv, to_come = torch.zeros(3, *mask.shape).double()
     with torch.no_grad():
-        for i, start in enumerate(rollout["prompt_length"].tolist()):
-            counts = mask[i].nonzero().flatten().tolist()
-            for t in counts:
-                prefix, token = rollout["ids"][i:i + 1, :start + t], rollout["ids"][i, start + t]
-                logp[i, t] = (trainer.policy(prefix).logits[0, -1] / 0.6).log_softmax(0)[token]
-                if beta:
-                    ref[i, t] = (trainer.reference(prefix).logits[0, -1] / 0.6).log_softmax(0)[token]
-                    rewards[i, t] = -beta * (logp[i, t] - ref[i, t])
-                V[i, t] = trainer.critic.score(trainer.critic(prefix).last_hidden_state[0, -1])
-            rewards[i, counts[-1]] += trainer.reward(None, [rollout["texts"][i]])[0]
-            lists = rewards[i, counts].tolist(), V[i, counts].tolist()
-            adv[i, counts] = tensor64(gae(*lists, 0.9, 0.8))
-            to_come[i, counts] = tensor64(gae(lists[0], [0.0] * len(counts), 0.9, 1.0))  # without V
+        V = ppo.token_values(trainer.critic, rollout, trainer.args).double()
+        logp, ref = (full_logprobs(model or trainer.policy, rollout, 0.6)
+                     for model in (trainer.policy, trainer.reference))
+    for i, counts in enumerate(mask > 0):
+        rewards[i, counts] = -beta * (logp - ref)[i, counts]
+        rewards[i, counts.nonzero()[-1]] += trainer.reward(None, [rollout["texts"][i]])[0]
+        lists = rewards[i, counts].tolist(), V[i, counts].tolist()
+        adv[i, counts] = tensor64(gae(*lists, 0.9, 0.8))
+        to_come[i, counts] = tensor64(gae(lists[0], [0.0] * len(lists[0]), 0.9, 1.0))  # without V
     returns, tokens = adv + V, mask > 0
     if whiten:
         adv = (adv - adv[tokens].mean()) / adv[tokens].std(correction=0) * mask

@@ -78,7 +78,6 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
     assert optimizer.param_groups[0]["steps"] == found - 8
     assert Path("run/metrics.jsonl").read_text() == f"{found}\n"
     save(11)
-    assert common.load_checkpoint("run", policy, {"policy": optimizer}) == 11
     folders = {path.name: (path / "optimizer.pt").exists() for path in Path("run").iterdir() if path.is_dir()}
     assert folders == {"step-9": False, f"step-{found}": False, "step-11": True}
     assert all(Path("run", name, "model.safetensors").exists() for name in folders)
@@ -86,12 +85,10 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
 @pytest.mark.parametrize("every", [2, 100])
 def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, spread, monkeypatch):
     """A kill may also leave half a checkpoint, rows too many, half a last row."""
-    def interrupted(*args):
-        return killed() if next(count) == 3 else real(*args)
     real, count = grpo.collect, itertools.count(1)
     train(grpo, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(grpo, "collect", interrupted)
+        patch.setattr(grpo, "collect", lambda *args: (killed if next(count) == 3 else real)(*args))
         train(grpo, f"{STEADY} --steps 3 --save_every {every}", out="part")
     Path("part/temporary").mkdir()
     Path("part/temporary/stale.safetensors").write_text("half")
