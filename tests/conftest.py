@@ -253,7 +253,7 @@ class Trainer:
         self.tokenizer, self.reward = tiny_tokenizer(8), reward
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
-        # A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class.
+        # State of a copy: `my_tracker` is a MyTracker(), if the copy has such a class.
         for function in (script.collect, script.update):
             for name in inspect.signature(function).parameters.keys() - vars(self).keys():
                 if made := getattr(script, name.title().replace("_", ""), None):

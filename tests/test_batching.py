@@ -79,13 +79,12 @@ def test_rows_without_a_gradient_are_not_computed(script, monkeypatch):
 def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
     """Nothing is computed, and no step is taken although Adam has momentum; the statistic says so. With a KL
     all rows count: vectors/test_vectors.py."""
-    trainer, calls = Trainer(grpo, beta=0.0), spy(monkeypatch, grpo, "policy_loss")
+    trainer = Trainer(grpo, beta=0.0)
     trainer.use_adam(lr=0.01)
     trainer.update()
     before = copy.deepcopy(trainer.policy.state_dict())
-    trainer.reward = lambda problems, completions: [1.0] * 12
+    trainer.reward, calls = lambda *_: [1.0] * 12, spy(monkeypatch, grpo, "policy_loss")
     trainer.collect()
-    calls.clear()
     assert trainer.update() == {"skipped": 0, "zero_gradient": 1} and not calls
     assert same(before, trainer.policy.state_dict())
 
@@ -139,9 +138,10 @@ def test_batches_visit_every_problem_once_a_pass(P):
 
 # --- the optimiser
 
-def draws(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5,), (2,))]
+def weights_like(seed):
+    """Numbers for three weights."""
+    torch.manual_seed(seed)
+    return [torch.randn(7, 3), torch.randn(5), torch.randn(2)]
 
 def backward(model, *gradients):
     """Give the first weights these gradients."""
@@ -151,11 +151,11 @@ def backward(model, *gradients):
 def test_equals_adamw_with_warm_up_and_clipping(eps):
     """Against torch's, betas .9 and .95, eps 1e-8 unless given, no decay, warm-up of 5 steps, the norm over
     all weights clipped to .3. The second's gradients are near eps, where it counts; the third has none."""
-    near, ours, theirs = 10 * eps.get("eps", 1e-8), *(torch.nn.ParameterList(draws(0)) for _ in "ab")
+    near, ours, theirs = 10 * eps.get("eps", 1e-8), *(torch.nn.ParameterList(weights_like(0)) for _ in "ab")
     mine = common.Optimizer(ours, 0.02, settings(grpo, warmup_steps=5, max_grad_norm=0.3), **eps)
     adamw = torch.optim.AdamW(theirs.parameters(), 0.02, (0.9, 0.95), near / 10, weight_decay=0.0)
     for step in range(12):
-        large, small, _ = draws(step + 1)
+        large, small, _ = weights_like(step + 1)
         for model in (ours, theirs):
             backward(model, large * (0.1 if step % 3 else 3), small * near)
         stats = mine.clip_and_step("value_")
@@ -182,7 +182,7 @@ def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):
 def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
     """No trace of it or of its finite neighbours in weights, moments, schedule or the next step's gradient:
     the run equals one that never saw it."""
-    models = [torch.nn.ParameterList(draws(0)) for _ in "ab"]
+    models = [torch.nn.ParameterList(weights_like(0)) for _ in "ab"]
     ours, clean = (common.Optimizer(model, 0.01, settings(grpo, warmup_steps=4)) for model in models)
     for step in range(5):
         if step == 2:
@@ -190,7 +190,7 @@ def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
                 backward(models[0], torch.full((7, 3), factor), torch.ones(5))
             assert ours.clip_and_step() == {"skipped": (1, 1), "zero_gradient": (0, 1)}
         for model, optimizer in zip(models, (ours, clean)):
-            backward(model, *draws(step + 1))
+            backward(model, *weights_like(step + 1))
             assert optimizer.clip_and_step()["skipped"] == (0, 1)
     assert all(map(torch.equal, *(model.parameters() for model in models)))
     assert same(ours.state_dict(), clean.state_dict()) and ours.param_groups[0]["steps"] == 5

@@ -151,21 +151,20 @@ def test_epochs_and_minibatches_are_optimiser_steps_and_warmup_steps_count_them(
 def test_evaluations_are_of_held_out_problems_after_the_step_they_are_logged_with(
         script, spread, monkeypatch):
     """Before, every 2 steps and at the end; and no step asks what is held out."""
-    happened, asked = [], {"collect": set(), "evaluate": set()}
+    happened, asked = [], {"c": set(), "e": set(), "u": set(), "s": set()}
     for module, name in ((script, "collect"), (script, "update"), (common, "evaluate"),
                          (common, "save_checkpoint")):
         def noted(*given, name=name, real=getattr(module, name)):
             happened.append(name[0])
-            for problems in given:
-                if name in asked and isinstance(problems, list):
-                    asked[name] |= {problem["question"] for problem in problems}
+            lists = [problems for problems in given if isinstance(problems, list)]
+            asked[name[0]] |= {problem["question"] for problems in lists for problem in problems}
             return real(*given)
         monkeypatch.setattr(module, name, noted)
     flags = "--steps 5 --eval_every 2 --save_every 3 --prompts 9 --max_new_tokens 1 --eval_problems 6"
     rows = train(script, f"{QUICK} {flags}")
     assert "".join(happened) == "ecucuecuscuecues"
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 5]
-    assert len(asked["evaluate"]) == 6 and not asked["evaluate"] & asked["collect"]
+    assert len(asked["e"]) == 6 and not asked["e"] & asked["c"]
 
 # ---- What a run logs and prints ----
 

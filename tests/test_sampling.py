@@ -37,9 +37,8 @@ def completions_of(rollout, prompts, group_size=1):
 
 @pytest.mark.parametrize("pad", [None, "t1", "t0"])
 def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
-    """Also where padding = eos: the first stop token has mask 1, what follows has none. One in the prompt is
-    prompt; a second kind stops too. A row without one is not finished, one with it in the last place is.
-    Another special token, as <answer> may be, stays in the text: without it no completion would be paid."""
+    """Also where padding = eos. One in the prompt is prompt. A row without one is not finished, one with it
+    in the last place is. Another special token, such as <answer>, stays in the text."""
     prompts, model = [[7], [5, 1, 1], [1, 0], [8, 9, 9], [4]], tiny_model()
     written = [[3, 4, 1, 1, 6], [3, 4, 5, 6, 7], [1, 1, 1, 1, 1], [3, 3, 2, 1, 5], [3, 3, 3, 3, 1]]
     sampled = torch.tensor(written), -torch.arange(1.0, 26).view(5, 5)
@@ -106,8 +105,8 @@ def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, monkeypa
     assert rollout["sampled_logp"].dtype == torch.float32 and gap.abs().max() < 2e-5
 
 def test_draw_never_takes_what_has_no_chance(monkeypatch):
-    """A uniform number of almost 0 or 1, or sums that fall short of 1, do not reach an id with pi = 0, or one
-    beyond the last. Sums are in float64: in float32 those of a GPU, which adds in parallel, may fall."""
+    """Nor an id beyond the last, by a uniform number of almost 0 or 1, or where sums fall short of 1. Sums
+    are in float64: in float32 those of a GPU, which adds in parallel, may fall."""
     logits, many = torch.full((4, 7), -math.inf), torch.linspace(-9, 9, 64_000).sin().view(64, 1000) * 9
     logits[:, [2, 4]], seen, real = 1.0, [], torch.searchsorted
     monkeypatch.setattr(torch, "searchsorted", lambda *given: seen.extend(given) or real(*given))
