@@ -87,8 +87,8 @@ def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     """A token per printable character, so that any text can be a prompt; 102 in all."""
-    words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127))]
-    words += ["\n", "<|im_start|>", "<|im_end|>"]
+    words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127)), "\n"]
+    words += ["<|im_start|>", "<|im_end|>"]
     out = tiny_tokenizer(None, eos, pad, "<unk>", "<bos>", words)
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -166,6 +166,7 @@ def sums(count, start=0):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
+    """A directory with model/ and data.jsonl."""
     path = tmp_path_factory.mktemp("world")
     save_tiny(path / "model", "qwen3", char_tokenizer(), num_hidden_layers=1)
     write_jsonl(path / "data.jsonl", sums(60))
@@ -173,11 +174,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch):
-    """The test runs in a directory of its own that holds model/ and data.jsonl."""
+    """The test runs in a directory of its own that holds those two."""
     for path in world.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 def by_text(problems, completions):
     """A reward that is a function of the text alone, from 0 to 1."""

@@ -34,21 +34,19 @@ def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temper
     largest = max(gradient.abs().max().item() for gradient in theirs)
     torch.testing.assert_close(ours, theirs, rtol=10 * close, atol=close * largest)
 
-@pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 0.2)])
-def test_float32_and_zero_outside_the_mask(dtype, close):
+def test_float32_and_zero_outside_the_mask():
     """In --dtype bfloat16, too: weights, gradients and log-probs stay in float32, products are rounded. The
     gradient is the same to the bit if layers run again."""
     model, batch, gradients = tiny_model().train(), random_batch(6, seed=2), []
     for set_checkpointing in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
         set_checkpointing()
-        logp = common.token_logprobs(model, batch, settings(grpo, dtype=dtype, temperature=T))
+        logp = common.token_logprobs(model, batch, settings(grpo, dtype="bfloat16", temperature=T))
         logp.sum().backward()
         gradients.append(flat_gradient(model))
         model.zero_grad()
     assert gradients[0].norm() > 1 and torch.equal(*gradients)
     assert logp.dtype == gradients[0].dtype == torch.float32 and not logp[batch["mask"] == 0].any()
-    gap = (logp.double() - full_logprobs(model, batch, T)).abs().max()
-    assert gap < close and (gap > 1e-3) == (dtype == "bfloat16")
+    assert 1e-3 < (logp.double() - full_logprobs(model, batch, T)).abs().max() < 0.2
 
 def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
     """Within autocast, as the sampler calls it, and outside: the head's product is float32. Only completion
