@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import Trainer, holes, make_batch, random_batch, same, save_tiny, settings, spy
+from conftest import Trainer, holes, random_batch, same, save_tiny, settings, spy
 
 import common
 import grpo

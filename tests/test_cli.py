@@ -26,7 +26,7 @@ def test_what_would_train_nothing_or_something_else_is_refused(script):
     """A flag is not to be abbreviated: --step is not --steps."""
     wrong = ("--temperature 0,--temperature nan,--max_grad_norm 0,--minibatches 999,--minibatches 0,--lr nan,"
              "--epochs 0,--steps -1,--seed -1,--beta -.1,--eps_low -1,--save_every 0,--eval_every 0,--step 3,"
-             "--max_new_tokens 0") + ",--gamma .9" * (script is gspo)
+             "--max_new_tokens 0,--resume") + ",--gamma .9" * (script is gspo)
     wrong += ",--group_size 1,--kl wk3 --beta 0,--ref_every 2 --beta 0" * (script is not ppo)
     for flags in wrong.split(","):
         with pytest.raises(SystemExit):
