@@ -1,5 +1,4 @@
-"""Shared by the tests: each part says by which."""
-import contextlib
+"""What two or more files of tests share, in parts: the line above each says who uses it."""
 import inspect
 import json
 import os
@@ -45,15 +44,6 @@ def spy(monkeypatch, module, name):
     monkeypatch.setattr(module, name, wrapper)
     return calls
 
-@contextlib.contextmanager
-def refused(capsys, *words):
-    """The block must end in sys.exit: its text, or what argparse writes on stderr, holds all `words`."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        yield
-    said = f"{left.value.code}\n{capsys.readouterr().err}"
-    assert left.value.code and all(word in said for word in words), said
-
 def same(a, b):
     """Bit-equality of nested containers of tensors and numbers."""
     if isinstance(a, dict):
@@ -65,26 +55,7 @@ def same(a, b):
 def tensor64(numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
-def slopes(function, x, h=1e-6):
-    """Gradient of a scalar function of the float64 tensor x by central differences."""
-    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
-    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
-
 # ---- Models and rows of tokens: test_logprobs, test_sampling, test_batching, test_ppo, test_gpu, forks ----
-
-@pytest.fixture(params=["qwen2", "qwen3", "llama", "gpt2"])
-def family(request):
-    return request.param
-
-def tiny_config(family, vocab_size=64, **settings):
-    """A config of `family` (qwen2, qwen3, llama, gpt2 ...) with a few thousand parameters."""
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=512)
-    if family == "gpt2":
-        sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=512)
-        sizes |= dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0)
-    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
-    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
 
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
     """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
@@ -94,9 +65,19 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
 
+def tiny_config(family, vocab_size=64, **settings):
+    """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters; the rest is unused."""
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, attn_pdrop=0.0, resid_pdrop=0.0,
+                 embd_pdrop=0.0, eos_token_id=1, bos_token_id=None, pad_token_id=None)
+    return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
+
+@pytest.fixture(params=["qwen2", "gpt2"])
+def family(request):
+    return request.param
+
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
-    """Token i reads words[i], or "t<i>". Texts join without a space and are read a character at a time: a
-    "t<i>" never comes back as the id it was decoded from."""
+    """Token i reads words[i], or "t<i>"; texts are read a character at a time, so "t<i>" never comes back."""
     ids = {word: i for i, word in enumerate(words or [f"t{i}" for i in range(vocab_size)])}
     tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unk))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
@@ -105,9 +86,9 @@ def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=
         tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos)
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
-    """A token per printable character, so that any text can be a prompt, and 6 special ones: 102 in all."""
-    words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127))]
-    words += ["\n", "<|im_start|>", "<|im_end|>"]
+    """A token per printable character, so that any text can be a prompt; 102 in all."""
+    words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127)), "\n"]
+    words += ["<|im_start|>", "<|im_end|>"]
     out = tiny_tokenizer(None, eos, pad, "<unk>", "<bos>", words)
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -127,7 +108,7 @@ def save_tiny(path, family="qwen2", tokenizer=None, **settings):
     return str(path)
 
 def make_batch(prompts, completions):
-    """A rollout's columns that lists of ids determine, spelt out without the code under test."""
+    """A rollout's columns that lists of ids determine, without the code under test."""
     rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
     T, L = max(map(len, completions)), max(map(len, rows))
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
@@ -136,11 +117,11 @@ def make_batch(prompts, completions):
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
             "has_gradient": torch.ones(len(rows), dtype=torch.bool), "row": torch.arange(len(rows))}
 
-def random_batch(rows, seed=0, vocab_size=64, prompt=(1, 9), completion=(1, 12)):
+def random_batch(rows, seed=0, longest=12):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
     rng = random.Random(seed)
-    draw = lambda low, high: [rng.randrange(vocab_size) for _ in range(rng.randint(low, high))]  # noqa: E731
-    return make_batch([draw(*prompt) for _ in range(rows)], [draw(*completion) for _ in range(rows)])
+    parts = [[rng.choices(range(64), k=rng.randint(1, longest)) for _ in range(rows)] for _ in "pc"]
+    return make_batch(*parts)
 
 def full_logprobs(model, batch, temperature):
     """(N, T) log-probs by the definition in float64, each row alone and unpadded; 0 where the mask is 0."""
@@ -161,10 +142,9 @@ def holes(mask):
 
 def generate_holes(monkeypatch):
     """Rollouts have holes from now on, before anything is computed from them."""
-    def generate(*given):
-        return (rollout := real(*given)) | {"mask": holes(rollout["mask"])}
     real = common.generate
-    monkeypatch.setattr(common, "generate", generate)
+    holey = lambda *given: (made := real(*given)) | {"mask": holes(made["mask"])}  # noqa: E731
+    monkeypatch.setattr(common, "generate", holey)
 
 # ---- Whole runs in a directory of their own: test_cli, test_data, test_resume, test_toy, forks ----
 
@@ -186,6 +166,7 @@ def sums(count, start=0):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
+    """A directory with model/ and data.jsonl."""
     path = tmp_path_factory.mktemp("world")
     save_tiny(path / "model", "qwen3", char_tokenizer(), num_hidden_layers=1)
     write_jsonl(path / "data.jsonl", sums(60))
@@ -193,11 +174,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch):
-    """The test runs in a directory of its own that holds model/ and data.jsonl."""
+    """The test runs in a directory of its own that holds those two."""
     for path in world.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 def by_text(problems, completions):
     """A reward that is a function of the text alone, from 0 to 1."""
@@ -215,6 +195,11 @@ def newest(out="run"):
 
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
 
+def slopes(function, x, h=1e-6):
+    """Gradient of a scalar function of the float64 tensor x by central differences."""
+    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
+    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
+
 def call(function, given):
     """Give a function what it asks for by the names of its parameters, numbers from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
@@ -223,13 +208,13 @@ def call(function, given):
                     "tests/conftest.py, or give the copy a class (my_tracker: MyTracker)", pytrace=False)
     return function(*(given[name] for name in asked))
 
-def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4, shift=0.0):
-    """What policy_loss takes, for ragged rows in float64, with nonsense in the padding and where a token does
-    not count, which is one in each row of three or more; spread and shift are those of the log-ratios."""
+def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
+    """What policy_loss takes, for ragged rows with holes in float64, with nonsense where no token counts;
+    spread is that of the log-ratios."""
     torch.manual_seed(seed)
     old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
     mask = holes((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double())
-    return {"logp": old + spread * noise + shift, "old_logp": old, "ref_logp": old + 0.5 * gap,
+    return {"logp": old + spread * noise, "old_logp": old, "ref_logp": old + 0.5 * gap,
             "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
 
 def loss_of(script, rows, args):
@@ -268,7 +253,7 @@ class Trainer:
         self.tokenizer, self.reward = tiny_tokenizer(8), reward
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
-        # A copy may keep state of its own: `my_tracker` is a MyTracker(), if the copy has such a class.
+        # State of a copy: `my_tracker` is a MyTracker(), if the copy has such a class.
         for function in (script.collect, script.update):
             for name in inspect.signature(function).parameters.keys() - vars(self).keys():
                 if made := getattr(script, name.title().replace("_", ""), None):

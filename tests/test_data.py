@@ -1,4 +1,5 @@
 """Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
+import re
 import shlex
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import CHATML, TINY, char_tokenizer, refused, spy, sums, train, write_jsonl
+from conftest import CHATML, TINY, char_tokenizer, spy, sums, write_jsonl
 
 import common
 import grpo
@@ -44,14 +45,6 @@ def turn(role, content):
 
 # ---- Files, splits and columns ----
 
-@pytest.mark.parametrize("kind, how", [
-    ("jsonl", {}), ("json", {"lines": False}), ("csv", {}), ("parquet", {})])
-def test_every_format_gives_the_same_rows(kind, how):
-    getattr(datasets.Dataset.from_list(sums(30)), f"to_{kind.removesuffix('l')}")(f"mine.{kind}", **how)
-    problems = sum(load(f"--dataset mine.{kind} --eval_problems 30"), [])
-    assert sorted((one["question"], one["answer"]) for one in problems) == sorted(
-        (row["question"], row["answer"].split()[-1]) for row in sums(30))
-
 def test_a_directory_gives_its_splits():
     flags = f"{splits_of(sums(12), sums(6, start=100))} --eval_problems 100"
     own, held_out = map(questions, load(flags))
@@ -62,30 +55,21 @@ def test_a_directory_gives_its_splits():
     ("", ["main", "socratic"], "main"), ("--subset socratic", ["main", "socratic"], "socratic"),
     ("", ["default"], None)])
 def test_a_data_set_of_the_hub_is_read_in_the_given_configuration_or_in_main(flags, names, read, monkeypatch):
-    def load_dataset(*given):
-        asked.append(given)
-        return {"train": datasets.Dataset.from_list(sums(20)), "test": datasets.Dataset.from_list(sums(5))}
-    asked = []
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda source: names)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    load(f"--dataset openai/gsm8k {flags}")
-    assert asked == [("openai/gsm8k", read)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, subset: {"train": subset, "test": source})
+    args = grpo.parse_args(["--model", "x", "--dataset", "openai/gsm8k", *flags.split()])
+    assert common.read_dataset(args.dataset, args.subset) == {"train": read, "test": "openai/gsm8k"}
 
-@pytest.mark.parametrize("flags, words", [
-    ("--dataset two --question_column problem", "the columns are question, answer"),
-    ("--answer_column solution", "the columns are question, answer"),
-    ("--split dev", "the splits are train"), ("--eval_split test", "the splits are train"),
-    ("--dataset talk.jsonl", "may end with the answer")])
-def test_columns_and_splits_that_are_not_there_and_a_chat_with_the_answer_are_refused(flags, words):
-    """A lone file has no test split: one that was asked for is not replaced by a fifth of the file."""
-    splits_of(sums(9), folder="two")
+def test_a_lone_file_has_no_test_split_and_a_chat_may_not_end_with_the_answer():
+    """A split that was asked for is not replaced by a fifth of the file."""
     write_jsonl("talk.jsonl", [row | {"question": [turn("assistant", row["question"])]} for row in sums(30)])
-    with pytest.raises(AssertionError, match=words):
-        load(flags)
+    for flags in ("--eval_split test", "--dataset talk.jsonl"):
+        with pytest.raises(AssertionError):
+            load(flags)
 
 def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
-    """Not by the answer, the order of the rows, other rows, the seed or the system prompt. Equal questions
-    stay together. A chat is a question as a whole. One split of two given twice is such a file."""
+    """Not by the answer, the order or number of rows, the seed or the system prompt. A chat is a question
+    as a whole. One split of two given twice is such a file."""
     rows = sums(200)
     write_jsonl("a.jsonl", rows + [row | {"answer": "another #### 1"} for row in rows[:100]])
     a = [set(questions(part)) for part in load("--dataset a.jsonl --eval_problems 1000")]
@@ -105,37 +89,32 @@ def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_setting
     rows[77] = {"question": "?" * 90, "answer": "1"}
     flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 100"
     exams = [questions(load(f"{flags} {more}")[1]) for more in ("", "--seed 7", "--max_prompt_tokens 60")]
-    assert exams[0] == exams[1] and len(set(exams[0])) == 100 and set(exams[0]) <= set(questions(rows))
+    assert exams[0] == exams[1] and len(set(exams[0])) == 100
     assert exams[2] == [question for question in exams[0] if question[0] != "?"]
     assert list(map(len, exams[0])) == sorted(map(len, exams[0])), "for little padding"
-    numbers = [questions(rows).index(question) for question in exams[0]]
-    assert 80 < sum(numbers) / 100 < 120 and len(prepared[0].split) == 100
+    assert 80 < sum(questions(rows).index(question) for question in exams[0]) / 100 < 120
+    assert len(prepared[0].split) == 100
 
 def test_problems_keep_all_columns_which_may_have_other_names():
     """Those that a problem has names for, too: under "row" they are as they were."""
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "prompt": 1.5, "level": 3}
             for row in sums(20)]
-    flags = splits_of(rows, [{"problem": "1 + 1", "solution": 2}])
-    train_set, held_out = load(f"{flags} --question_column problem --answer_column solution")
-    assert questions(train_set) == questions(sums(20)) and questions(held_out) == ["1 + 1"]
-    assert train_set[3]["level"] == 3 and train_set[3]["row"] == rows[3] and train_set[3]["answer"] == "6"
-    assert common.answer_reward(train_set[3:4] + held_out, ["#### 6", "so #### 2"]) == [1.0, 1.0]
+    train_set, _ = load(f"{splits_of(rows, rows)} --question_column problem --answer_column solution")
+    assert questions(train_set) == questions(sums(20)) and train_set[3]["answer"] == "6"
+    assert train_set[3]["level"] == 3 and train_set[3]["row"] == rows[3]
 
-def test_what_is_left_out_what_is_in_both_and_what_the_model_reads_are_printed(capsys):
+def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
     """Of 11 rows whose prompts are 60 tokens or fewer, 3 are held out as well."""
-    rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80, 90)]  # and a newline
-    rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}, {"question": "???"}]
-    rows += [{"answer": "1"}, {"question": "", "answer": "1"}]
-    flags = splits_of(rows, sums(5, start=7))
-    train_set, _ = load(f"{flags} --max_prompt_tokens 60 --eval_problems 9")
+    rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
+    rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
+    rows += [{"answer": "1"}, {"question": "", "answer": "1"}, {"question": "", "answer": "2"}]
+    flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 9"
+    assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
     said = capsys.readouterr().out
-    assert questions(train_set) == questions(sums(10)) + ["x" * 59]
-    assert "'over --max_prompt_tokens': 3" in said and "'no readable answer': 3" in said
-    assert "'no question': 2" in said and "11 training problems; 5 held-out problems, 3 of which" in said
-    load(f"{flags} --system_prompt Add.")
-    assert "the first prompt: 'Add.\\nWhat is 0 + 0?\\n'" in capsys.readouterr().out
+    assert re.findall(r"\d+", said.splitlines()[0]) == ["2", "2", "3"]
+    assert re.findall(r"\d+", said.splitlines()[1]) == ["11", "5", "3"]
     write_jsonl("mine/train.jsonl", rows[-5:])
-    with refused(capsys, "--dataset mine: no problems are left"):
+    with pytest.raises(SystemExit, match="no problems are left"):
         load(flags)
 
 # ---- Answers ----
@@ -146,9 +125,6 @@ def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(monkeypatch
     assert len(load(flags)[0]) == 3
     own, held_out = load(f"{flags} --answer_column ''")
     assert len(own) == 5 and held_out and own[0]["answer"] == ""
-    monkeypatch.setattr(common, "answer_reward", lambda problems, texts: list(map(float, map(len, texts))))
-    held_out, step = train(grpo, f"{TINY} --answer_column ''")
-    assert held_out["eval_reward"] > 0 and not {"eval_accuracy", "eval_sampled_accuracy"} & held_out.keys()
 
 def test_golds_that_are_numbers_can_be_earned_and_an_empty_cell_is_none():
     """As 1e+16 and 0.30000000000000004 no completion had them."""
@@ -166,13 +142,11 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
     """The system prompt in its place, a turn to answer in, BOS once; without a template plain text. A chat
     may have a system prompt of its own."""
     tokenizer = char_tokenizer(**LOOKS[look])
-    brief = [turn("system", system)] if system else []
-    alone = [turn("user", "1 + 1?")]
+    brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
     led = [turn("system", "Be kind."), turn("user", "3 + 3?")]
     for given, chat in (("1 + 1?", brief + alone), (alone, brief + alone), (talk, brief + talk), (led, led)):
-        row = {"question": given, "answer": "#### 2"}
-        problem, = prepare([row], tokenizer, f"--system_prompt '{system}'")
+        problem, = prepare([{"question": given, "answer": "2"}], tokenizer, f"--system_prompt '{system}'")
         own = [tokenizer.bos_token_id] * (look == "plain")
         own += tokenizer.convert_tokens_to_ids([*"".join(f"{turn['content']}\n" for turn in chat)])
         if tokenizer.chat_template:
@@ -181,31 +155,29 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
         assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
         assert own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
-def test_a_question_may_be_a_number_and_one_that_is_missing_is_left_out():
-    """Also where the chat template adds up texts by +, as Qwen2.5's does."""
+def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence():
+    """Also where the chat template adds up texts by +, as Qwen2.5's does. After its end-of-sequence token,
+    which some tokenizers put behind every text, a base model has nothing to say."""
     tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
-    problem, = prepare([{"question": question, "answer": "1"} for question in (12, None)], tokenizer)
+    problem, = prepare([{"question": 12, "answer": "1"}], tokenizer)
     assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
-
-def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
-    """After its end-of-sequence token a base model has nothing to say."""
     plain, ending = char_tokenizer(), char_tokenizer()
     ending.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="$A <eos>", special_tokens=[("<eos>", ending.eos_token_id)])
     chat = [turn("system", "Add."), turn("user", "1 + 1?")]
-    assert ending("?")["input_ids"][-1] == ending.eos_token_id
     assert common.prompt_of(chat, ending) == plain("Add.\n1 + 1?\n")["input_ids"]
 
 # ---- Rewards ----
 
-def rewards_of(reward, problems=({},) * 2):
+def rewards_of(reward):
+    problems = [{"n": 1}, {"n": 2}]
     return common.rewards_of(reward, {"problems": problems, "texts": [*"12"], "ids": torch.zeros(2, 1)})
 
 def test_a_reward_gets_each_problem_beside_its_completion_and_may_give_any_numbers():
     def tell(problems, completions):
         return [10 * problem["n"] + int(text) for problem, text in zip(problems, completions)]
-    assert rewards_of(tell, [{"n": 1}, {"n": 2}]).tolist() == [11, 22]
-    for given in ([1, 0], (True, False), torch.tensor([True, False]), torch.tensor([1.0, 0]).double()):
+    assert rewards_of(tell).tolist() == [11, 22]
+    for given in ((True, False), torch.tensor([1.0, 0]).double()):
         rewards = rewards_of(lambda problems, completions: given)
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
 

@@ -61,49 +61,29 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options):
         one, other = gradient / gradient.norm(), expected / expected.norm()
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
-def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
-    """And the same statistics: those of all rows, not of the last micro-batch."""
-    trainer, rollout = prepared(script).moved()
-    whole, stats = trainer.gradients(rollout)
-    for tokens in (40, 1):
-        cut, same = trainer.gradients(rollout, micro_batch_tokens=tokens)
-        torch.testing.assert_close(cut, whole, **EXACT)
-        assert same == pytest.approx(stats, rel=1e-6)
-    assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
-
-def test_an_optimiser_step_has_the_gradient_of_its_own_rows(script):
-    """Six groups in minibatches of 2, 2, 1, 1: each step is as if its rows were the rollout."""
-    trainer, rollout = prepared(script).moved()
-    parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]
-    steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
-    torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
-
-def test_neither_padding_nor_the_order_of_rows_matters(script):
-    """Rows in reverse, nonsense in all padding."""
-    trainer, rollout = prepared(script).moved()
+def other_padding(rollout):
+    """The same rows in reverse, with nonsense in all padding."""
     other = {name: x.flip(0) for name, x in rollout.items()}
     lengths = other["attention"].sum(1) - other["prompt_length"]
     padding = torch.arange(rollout["mask"].shape[1]) >= lengths[:, None]
     for name, x in other.items():
         if name == "ids" or x.shape == padding.shape and name != "mask":
             other[name] = x.masked_fill(other["attention"] == 0 if name == "ids" else padding, 5)
-    (clean, stats), (same, same_stats) = trainer.gradients(rollout), trainer.gradients(other)
-    torch.testing.assert_close(same, clean, **EXACT)
-    assert same_stats == pytest.approx(stats, rel=1e-6)
+    return other
 
-def test_a_token_that_does_not_count_changes_no_other(script):
-    """A fork may set the mask of some tokens to 0. The pushes of the others at ratio 1 stay, but for |o|."""
-    trainer, rows = prepared(script).moved()
-    rest, pushes = rows | {"mask": holes(rows["mask"])}, []
-    logp = common.token_logprobs(trainer.policy, rows, trainer.args).detach()
-    for x in (rows, rest):
-        at_one = x | dict.fromkeys(["logp", "old_logp", "sampled_logp"], logp)
-        _, push, _ = loss_of(script, at_one, trainer.args)
-        push = push * x["mask"].sum(1, keepdim=True) * rest["mask"]
-        # a copy may weigh a row in another way than by |o|
-        pushes.append(push if script.__name__ in OURS else torch.nn.functional.normalize(push, dim=1))
-    torch.testing.assert_close(*pushes, **EXACT, msg=(
-        "the push of a token depends on whether another one counts: wrong, unless the objective says so"))
+def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
+    """And the same statistics: those of all rows, not of the last micro-batch. Neither padding nor the order
+    of rows matters. The step of a minibatch is as if its rows were the rollout."""
+    trainer, rollout = prepared(script).moved()
+    whole, stats = trainer.gradients(rollout)
+    for rows, tokens in [(other_padding(rollout), 4096), (rollout, 40), (rollout, 1)]:
+        cut, same = trainer.gradients(rows, micro_batch_tokens=tokens)
+        torch.testing.assert_close(cut, whole, **EXACT)
+        assert same == pytest.approx(stats, rel=1e-6)
+    assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
+    parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]  # 2, 2, 1, 1 groups
+    steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
+    torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
     """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics are
@@ -138,21 +118,26 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
-    """Real runs meet such steps: nothing may crash or become NaN."""
+    """Real runs meet such steps: nothing may crash or become NaN. Nor is anything trained through the reward,
+    or in the reference."""
     trainer = prepared(script, minibatches=2, **known(script, beta=beta))
-    trainer.reward = lambda problems, texts: [1.0] * len(texts)
+    weight = torch.ones((), requires_grad=True)
+    trainer.reward = lambda problems, texts: weight * torch.ones(len(texts))
     trainer.collect()
+    assert not any(x.requires_grad for x in trainer.rollout.values() if torch.is_tensor(x))
     trainer.use_adam(lr=0.01)
     assert all(map(math.isfinite, [*trainer.update().values(), *trainer.stats.values()]))
     assert all(x.isfinite().all() for x in (trainer.rollout["adv"], *trainer.policy.parameters()))
+    assert all(p.grad is None for p in trainer.reference.parameters())
 
 def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
     """The last group gets eight tokens more; all rewards stay. A copy may whiten over the rollout."""
     rows, found = [[3 + i % 5] * (20 + i * 5 % 7) for i in range(24)], []
     for more in ([], [6] * 8):
         def generate(model, tokenizer, problems, *rest):
-            asked, longer = [problems[i // 4] for i in range(24)], [ids + more for ids in rows[20:]]
-            batch = make_batch([problem["prompt"] for problem in asked], rows[:20] + longer)
+            asked = [problems[i // 4] for i in range(24)]
+            prompts, longer = [problem["prompt"] for problem in asked], [ids + more for ids in rows[20:]]
+            batch = make_batch(prompts, rows[:20] + longer)
             return batch | {"sampled_logp": -batch["mask"], "finished": batch["row"] >= 0, "problems": asked,
                             "texts": ["t3" * (i * 5 % 7 // 2) for i in range(24)]}
         monkeypatch.setattr(common, "generate", generate)
@@ -164,7 +149,8 @@ def test_an_advantage_does_not_change_with_the_length_of_another_group(script, m
 
 def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypatch):
     """What it drew with a smaller probability than pi_old's came too seldom, so it may only count for more:
-    its weight is pi_old over the sampler's. What it drew with a larger one may only count for less."""
+    its weight is pi_old over the sampler's. What it drew with a larger one may only count for less. Without
+    such a weight the sampler changes nothing."""
     real, pushes = common.generate, []
     for off in (-0.03, 0.0, 0.03):
         def generate(*given):
@@ -175,18 +161,6 @@ def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypa
         rows = one.rollout | {"logp": one.rollout["old_logp"].nan_to_num()}
         pushes.append(loss_of(script, rows, one.args)[1].abs().sum(1)[rows["has_gradient"]])
     assert (pushes[0] > pushes[1] - 1e-6).all() and (pushes[1] > pushes[2] - 1e-6).all()
-    if torch.equal(pushes[0], pushes[2]):
-        pytest.skip("sampled_logp changes nothing")
-
-def test_what_is_collected_carries_no_gradient(script):
-    """Even if the reward does: it would be trained through the advantages. Nor is the reference trained."""
-    trainer, weight = prepared(script), torch.ones((), requires_grad=True)
-    paid = trainer.reward
-    trainer.reward = lambda problems, texts: weight * torch.tensor(paid(problems, texts))
-    trainer.collect()
-    assert not any(x.requires_grad for x in trainer.rollout.values() if torch.is_tensor(x))
-    trainer.update()
-    assert weight.grad is None and all(p.grad is None for p in trainer.reference.parameters())
 
 # --- policy_loss
 
@@ -219,23 +193,22 @@ def test_a_row_without_tokens_adds_nothing(name, options):
     assert whole[2].get("clip_frac") == rest[2].get("clip_frac")
 
 @pytest.mark.parametrize("name, options", VARIANTS)
-@pytest.mark.parametrize("old, ref", [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)])
-def test_log_ratios_of_two_hundred_stay_finite(name, options, old, ref):
+def test_log_ratios_of_two_hundred_stay_finite(name, options):
     """exp(200) is inf in float32, and where it is masked 0 * inf would be NaN."""
     script, zero = importlib.import_module(name), torch.zeros(2, 3)
-    rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
-    rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
-    loss, gradient, stats = loss_of(script, rows, settings(script, **options))
-    assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
-    numbers = [x for value in stats.values() for x in (value if isinstance(value, tuple) else [value])]
-    assert torch.tensor(numbers).isfinite().all()
+    for old, ref in [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)]:
+        rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
+        rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
+        loss, gradient, stats = loss_of(script, rows, settings(script, **options))
+        assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
+        numbers = [x for value in stats.values() for x in (value if isinstance(value, tuple) else [value])]
+        assert torch.tensor(numbers).isfinite().all()
 
 # --- whole runs
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_learns(script, dtype):
+def test_a_policy_learns(script):
     """t3 pays best, and becomes the commonest token."""
-    trainer, rewards = prepared(script, dtype=dtype, group_size=8, minibatches=2, temperature=1.0), []
+    trainer, rewards = prepared(script, group_size=8, minibatches=2, temperature=1.0), []
     trainer.use_adam(lr=0.02)
     for step in range(12):
         torch.manual_seed(step)

@@ -1,7 +1,7 @@
 """What a GPU has to show. On a machine that has one run this first: pytest -m slow tests/test_gpu.py"""
 import pytest
 import torch
-from conftest import TINY, random_batch, save_tiny, settings, spy, tiny_model, tiny_tokenizer, train
+from conftest import TINY, random_batch, save_tiny, settings, train
 from safetensors.torch import load_file
 
 import common
@@ -16,12 +16,13 @@ ON_IT = f"{TINY} --device cuda --dtype bfloat16 --max_new_tokens 40 --prompts 6 
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mistral"])
 def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path):
-    """Greedily, and rows are dropped on the way. Its log-probs are those of the training pass, too."""
+    """Greedily. Qwen2 drops rows on the way; GPT-2 fills the cache, which has room for 256 tokens at most,
+    and widens it. Log-probs are those of the training pass, too."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"  # load_policy of a test before may have changed it
-    args = settings(grpo, model=save_tiny(tmp_path, family), device="cuda", dtype=dtype, max_new_tokens=60)
+    args = settings(grpo, model=save_tiny(tmp_path, family), device="cuda", dtype=dtype, max_new_tokens=250)
     model, tokenizer = common.load_policy(args)
-    model.generation_config.eos_token_id = [1, 7, 30]
-    problems, rollouts = [{"prompt": list(range(3, 4 + n))} for n in (0, 9, 30, 55)], []
+    model.generation_config.eos_token_id = [*range(1, 64, 9)]
+    problems, rollouts = [{"prompt": [3 + i % 50 for i in range(n)]} for n in (1, 9, 30, 100)], []
     assert hasattr(model, "reader") == (family != "mistral")  # which has sliding windows
     for model.reader in (getattr(model, "reader", common.Reader), common.Reader):
         rollouts.append(common.generate(model, tokenizer, problems, 8, 0.0, args))
@@ -31,34 +32,6 @@ def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path):
     for rollout in rollouts:
         gap = (rollout["sampled_logp"] - common.token_logprobs(model, rollout, args)).abs()
         assert gap.sum() / rollout["mask"].sum() < close
-
-@pytest.mark.parametrize("lengths, T", [([1, 1], 300), ([300, 7], 240)])
-def test_a_new_graph_for_fewer_rows_or_a_full_cache(lengths, T, monkeypatch):
-    """The cache is full after at most 256 tokens and is widened, with all rows; later three of the four stop.
-    Drawn tokens are those without graphs. A prompt of 300 is longer than the columns that a widening adds."""
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    model, tokenizer = tiny_model(vocab_size=64).cuda(), tiny_tokenizer()
-    problems = [{"prompt": [3 + (i + j) % 50 for j in range(n)]} for i, n in enumerate(lengths)]
-    args = settings(grpo, device="cuda", max_new_tokens=T)
-    draw, calls = common.draw, spy(monkeypatch, model.base_model, "forward")
-
-    def stops_late(logits, temperature):
-        """No row draws end-of-sequence, 1, by itself: three do when ten tokens are left."""
-        token, logp = draw(logits, temperature)
-        token, drawn[0] = token.masked_fill(token == 1, 2), drawn[0] + 1
-        token[:3 * (drawn[0] == T - 10)] = 1
-        return token, logp
-    monkeypatch.setattr(common, "draw", stops_late)
-    rollouts = []
-    for model.reader in (common.Reader, common.RecordedReader):
-        drawn = [0]
-        calls.clear()
-        torch.manual_seed(5)
-        rollouts.append(common.generate(model, tokenizer, problems, 2, 1.0, args))
-    assert all(torch.equal(rollouts[0][name], rollouts[1][name]) for name in ("ids", "mask", "finished"))
-    shapes = [tuple(call.attention_mask.shape) for call in calls[1::2]]  # of the recordings
-    rows, columns = zip(*shapes)
-    assert rows == (4, 4, 1) and columns[0] < columns[1] <= columns[2] and len(calls) == 7
 
 def test_log_probs_in_bfloat16_are_near_those_in_float32():
     """load_policy lets the head's products round to tf32, which has three bits more than bfloat16."""
@@ -71,14 +44,6 @@ def test_log_probs_in_bfloat16_are_near_those_in_float32():
     exact = common.token_logprobs(model, batch, settings(grpo, device="cuda", dtype="float32"))
     gap = (rounded - exact).abs()
     assert 0 < gap.sum() / batch["mask"].sum() < 0.05 and rounded.dtype == torch.float32
-
-def test_logits_never_exist_as_a_whole():
-    """Of 32,768 tokens and 65,536 ids they would take 8.6 GB, twice that with a gradient; a chunk has .27."""
-    model = tiny_model(vocab_size=65536).cuda()
-    hidden = torch.randn(2 ** 15, 16, device="cuda", requires_grad=True)
-    torch.cuda.reset_peak_memory_stats()
-    common.chunked_logprobs(model, hidden, torch.zeros_like(hidden[:, 0]).long(), 1.0).sum().backward()
-    assert torch.cuda.max_memory_allocated() < 2e9
 
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
 def test_a_run_in_bfloat16_begins_with_ratio_1_and_resumes(script, spread):

@@ -90,7 +90,7 @@ def test_never_raises_and_pays_no_noise():
     rng = random.Random(0)
     alphabet = [*"0123456789.,-+*/^_=<>()[]{}%$!|&; \n\\axe\x00²√±π\ud83d\ue000", *"()/{}+ " * 2]
     alphabet += ["\\frac", "\\boxed{", "\\text{", "\\sqrt", "\\pm", "####", "9e999", "9e-999"]
-    for _ in range(4000):
+    for _ in range(2000):
         text = "".join(rng.choices(alphabet, k=rng.randrange(40)))
         own = math_reward(f"<answer>{text}</answer>", text)
         assert {own, paid(text, "123.75"), paid("123.75", text)} <= {0.0, 1.0}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, newest, refused, same, settings, spy, tiny_model, tiny_tokenizer, train
+from conftest import TINY, newest, same, settings, spy, tiny_model, tiny_tokenizer, train
 from safetensors.torch import load_file
 
 import common
@@ -15,8 +15,8 @@ import grpo
 import ppo
 
 pytestmark = pytest.mark.usefixtures("here")
-QUICK = f"{TINY} --system_prompt '' --max_prompt_tokens 40 --epochs 1"
-STEADY = f"{QUICK} --prompts 3 --minibatches 2 --warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100"
+STEADY = (f"{TINY} --system_prompt '' --max_prompt_tokens 40 --epochs 1 --prompts 3 --minibatches 2 "
+          "--warmup_steps 9 --lr 0.003 --eval_every 1 --save_every 100")
 
 def rows(out):
     return [json.loads(line) for line in Path(out, "metrics.jsonl").open()]
@@ -37,8 +37,7 @@ def same_runs(one, two):
     assert timeless[0] == timeless[1]
 
 @pytest.mark.parametrize("script, cut, total, flags", [
-    (ppo, 2, 4, "--beta 0.1 --epochs 2"), (ppo, 2, 4, "--dtype bfloat16"),
-    (gspo, 2, 4, "--dtype bfloat16 --token_level --beta 0.1 --seed 5"), (grpo, 1, 3, "--beta 0.1"),
+    (ppo, 1, 3, "--beta 0.1 --epochs 2"), (gspo, 1, 2, "--dtype bfloat16 --token_level --beta 0.1 --seed 5"),
     (grpo, 3, 5, "--dtype bfloat16 --beta 0.1 --ref_every 2")])
 def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(script, cut, total, flags, spread):
     """Weights, moments, schedule, reference, critic, metrics; only --steps is given anew."""
@@ -79,7 +78,6 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
     assert optimizer.param_groups[0]["steps"] == found - 8
     assert Path("run/metrics.jsonl").read_text() == f"{found}\n"
     save(11)
-    assert common.load_checkpoint("run", policy, {"policy": optimizer}) == 11
     folders = {path.name: (path / "optimizer.pt").exists() for path in Path("run").iterdir() if path.is_dir()}
     assert folders == {"step-9": False, f"step-{found}": False, "step-11": True}
     assert all(Path("run", name, "model.safetensors").exists() for name in folders)
@@ -87,12 +85,10 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
 @pytest.mark.parametrize("every", [2, 100])
 def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, spread, monkeypatch):
     """A kill may also leave half a checkpoint, rows too many, half a last row."""
-    def interrupted(*args):
-        return killed() if next(count) == 3 else real(*args)
     real, count = grpo.collect, itertools.count(1)
     train(grpo, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(grpo, "collect", interrupted)
+        patch.setattr(grpo, "collect", lambda *args: (killed if next(count) == 3 else real)(*args))
         train(grpo, f"{STEADY} --steps 3 --save_every {every}", out="part")
     Path("part/temporary").mkdir()
     Path("part/temporary/stale.safetensors").write_text("half")
@@ -101,40 +97,25 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, sp
     resume(grpo, "part")
     same_runs("whole", "part")
 
-def files():
-    return {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-
-def test_a_run_of_another_script_is_not_continued(spread, capsys):
-    train(grpo, STEADY)
-    before = files()
-    for script in (ppo, gspo):
-        with refused(capsys, "--resume", "grpo.py"):
-            resume(script, "run", "--steps 2")
-    assert files() == before
-
 def test_a_resumed_run_has_its_own_flags_and_those_given_again_override(spread, monkeypatch):
     """The rows of metrics.jsonl say which steps had which learning rate. args.json, which holds the flags, is
-    replaced: a kill leaves the old one."""
-    train(ppo, f"{TINY} --temperature 0.7 --no-whiten --lam 0.5 --system_prompt Why")
+    replaced: a kill leaves the old one. Another script does not continue the run."""
+    def files():
+        return {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    train(grpo, f"{TINY} --temperature 0.7 --kl wk3 --system_prompt Why")
     before = files()
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "replace", killed)
-        resume(ppo, "run", "--steps 2")
+        resume(grpo, "run", "--steps 2")
     assert files().items() >= before.items()
-    calls = spy(monkeypatch, ppo, "collect")
-    resume(ppo, "run", "--steps 2 --lr 0.5 --no-gradient_checkpointing")
+    for script in (ppo, gspo):
+        with pytest.raises(SystemExit):
+            resume(script, "run", "--steps 2")
+    calls = spy(monkeypatch, grpo, "collect")
+    resume(grpo, "run", "--steps 2 --lr 0.5 --no-gradient_checkpointing")
     args = calls[0].args
-    assert (args.temperature, args.whiten, args.lam, args.system_prompt) == (0.7, False, 0.5, "Why")
-    assert (args.steps, args.lr, args.gradient_checkpointing, args.model) == (2, 0.5, False, "model")
+    assert (args.temperature, args.kl, args.system_prompt, args.model) == (0.7, "wk3", "Why", "model")
+    assert (args.steps, args.lr, args.gradient_checkpointing) == (2, 0.5, False)
     assert [row["lr"] for row in rows("run")[1:]] == [0.01, 0.5]
-    resume(ppo, "run")
+    resume(grpo, "run")
     assert len(calls) == 1 and len(rows("run")) == 3, "the flags stay: there was nothing left to do"
-
-def test_a_run_whose_last_checkpoint_was_deleted_does_not_begin_anew_in_silence(spread):
-    """Its metrics would be gone. Older steps have the model, but not the optimiser."""
-    train(grpo, f"{STEADY} --steps 2 --save_every 1")
-    before = rows("run")
-    shutil.rmtree("run/step-2")
-    with pytest.raises(FileNotFoundError, match="optimizer.pt"):
-        resume(grpo, "run")
-    assert rows("run") == before
