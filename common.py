@@ -1,13 +1,14 @@
 """What the three scripts share: everything that is not the algorithm.
 
-To follow the scripts you need the first four sections, up to line 360: log-probabilities, batching,
-math answers and rewards, sampling. The others optimise, load, evaluate and save. We left out:
-other samplers such as vLLM, a second GPU, retries. We check what would fail silently: other
-training than you asked for, wrong pay, lost work. All else ends in Python's own traceback.
+To follow the scripts, read the first four sections, up to line 361: log-probabilities, batching,
+math answers (their spellings may wait), sampling. The others optimise, load, evaluate, save, and
+sample faster on a GPU. We left out: vLLM, a second GPU, retries. We check only what would fail
+silently: training other than you asked for, wrong rewards, lost work. All else ends in Python's own
+traceback.
 
 Shapes: P prompts per step, G completions of each, N = P*G rows; S tokens in the longest prompt, T
 in the longest completion, C in the longest row (prompt and completion); M completion tokens in a
-batch; K ids in the vocabulary; H numbers in a hidden state; small letters for a part of them.
+batch; K ids in the vocabulary; H numbers in a hidden state. N and T are also those of a part.
 
 A rollout is a dict:
     ids            (N, C)  prompt, then completion, padded on the right
@@ -16,9 +17,9 @@ A rollout is a dict:
     mask           (N, T)  1.0 on the tokens of the completion, its stop token included; tokens that
                            you set to 0 are read, but not trained
     sampled_logp   (N, T)  log pi of each token, as the sampler computed it
-    row            (N,)    0 ... N-1, so that micro_batched can put results back in place
+    row            (N,)    0 ... N-1, so that over_batches can put results back
     finished       (N,)    True where a stop token ended the completion
-    has_gradient   (N,)    False where the gradient of a row is exactly 0
+    has_gradient   (N,)    False: the gradient is known to be 0, so the row is not computed
     problems       a list of N problems: the one that each row answers
     texts          a list of N completions
 The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
@@ -53,9 +54,11 @@ def token_logprobs(model, batch, args):
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
 def completion_states(model, batch, args):
-    """Run the body of the model. Returns for each of the M tokens with mask 1: its place in (N, T),
-    two indices (M,); the hidden state one position before it, which predicts it, (M, H); its id,
-    (M,). Nothing else in training shifts by one."""
+    """Run the body of the model. Returns of the M tokens with mask 1:
+        index   two (M,): the places of these tokens in (N, T)
+        hidden  (M, H): the states one column before them, which predict them
+        target  (M,): their ids
+    Nothing else in training shifts by one."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # (M,) both: a place in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same place in (N, C)
     # No attention mask: padding is on the right, and causal attention never looks there.
@@ -68,8 +71,8 @@ CHUNK = 2 ** 26  # logits, tokens x K, that training makes at a time: .27 GB in 
 
 def chunked_logprobs(model, hidden, target, temperature):
     """Compute log softmax(logits / temperature)[target], (M, H) and (M,) -> (M,), one chunk of
-    tokens after another. The backward pass computes each chunk again: one more matrix product, but
-    the logits (M, K) never exist as a whole."""
+    tokens after another. The backward pass computes each chunk again, so the logits (M, K) never
+    exist as a whole."""
     def logprobs(hidden, target):
         logits = head_logits(model, hidden) / temperature
         return -cross_entropy(logits, target, reduction="none")
@@ -81,37 +84,36 @@ def head_logits(model, hidden):
     """Compute logits from hidden states, (M, H) -> (M, K), in float32 (on a GPU in TF32, unless
     --dtype is float32): bfloat16 rounds a logit of 20 by up to .06."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    # A few families scale or cap their logits; check_model finds those that we do not know.
-    scale = getattr(config, "logit_scale", None) or 1  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1  # Granite, MiniCPM
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = head(scale * hidden.to(head.weight.dtype))
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        logits = head(hidden.to(head.weight.dtype))
+    # Gemma caps its logits. check_model refuses models that change them in another way.
+    cap = getattr(config, "final_logit_softcapping", None)
     return cap * (logits / cap).tanh() if cap else logits
 
 # ---- Batching ----
-# progress(items, what) iterates over items and shows a bar, in a terminal after 2 seconds.
+# progress(items, what) shows a bar, in a terminal after 2 seconds.
 progress = partial(tqdm, leave=False, disable=None, delay=2)
 
 def minibatches(rollout, count, group_size):
-    """Cut a rollout, without its lists, into `count` parts of about equal size. Groups stay whole,
-    so that the advantages in an optimiser step of GRPO add up to 0. Nothing is shuffled: every
-    epoch and micro_batched make the same cuts."""
+    """Cut a rollout, without its lists, into `count` about equal parts. Groups stay whole, so that
+    the advantages in an optimiser step of GRPO add up to 0. Nothing is shuffled: every epoch and
+    over_batches make the same cuts."""
     rows = torch.arange(len(rollout["ids"]), device=rollout["ids"].device).view(-1, group_size)
-    for part in progress(rows.tensor_split(count), "minibatches"):
+    for part in rows.tensor_split(count):
         part = part.flatten()
         yield {name: value[part] for name, value in rollout.items() if torch.is_tensor(value)}
 
 def micro_batches(batch, tokens):
-    """Cut a batch into micro-batches of at most `tokens` positions, padding counted, or one row.
-    Rows are sorted by length, for little padding; those without a gradient are left out. All is
-    trimmed: a tensor that you add to a rollout must be (N,), (N, 1) or (N, T, ...)."""
+    """Cut a batch into micro-batches of at most `tokens` tokens, padding counted; a longer row is
+    alone. Rows are sorted by length, for little padding; those without a gradient are left out. All
+    is trimmed: a tensor that you add to a rollout must be (N,), (N, 1) or (N, T, ...)."""
     batch = {name: value[batch["has_gradient"]] for name, value in batch.items()}
     lengths = batch["attention"].sum(1)
     order = lengths.argsort(descending=True)
     while len(order) > 0:
         c = int(lengths[order[0]])  # the longest row left says how many fit
-        rows, order = order.tensor_split([max(1, tokens // c)])
+        count = max(1, tokens // c)
+        rows, order = order[:count], order[count:]
         part = {name: value[rows] for name, value in batch.items()}
         t = int((lengths[rows] - part["prompt_length"]).max())
         for name, value in part.items():
@@ -122,7 +124,7 @@ def micro_batches(batch, tokens):
                 part[name] = value[:, :t]
         yield part
 
-def micro_batched(function, model, rollout, args):
+def over_batches(function, model, rollout, args):
     """Compute `function`, such as token_logprobs, of a whole rollout: (N, T), NaN in rows without a
     gradient. The micro-batches are those of update: cut otherwise, bfloat16 would round
     differently, and the first ratio would not be 1."""
@@ -142,10 +144,9 @@ def padded(rows, device, side="right"):
 # ---- Math answers and rewards ----
 # Both answers are rewritten to one spelling and compared as texts: numbers as exact fractions, the
 # items of a list and the terms of a sum sorted. Words are compared without case (true is True, but
-# r is not R). A gold answer that is one letter from A to J is a label: (B) 14 and b are B.
-# The units below are dropped, also where m is a variable: 5 m is 5. Nothing is converted (10 % is
-# not 0.1), there is no algebra (2+3 is not 5). Dates and answers with ( [ { < > = |, ^- or /- are
-# respelled, but not sorted, and their numbers stay: (0.5, 1) is not (1/2, 1).
+# r is not R). A gold answer that is one letter, a to j or A to J, is a label: (B) 14 and b are B.
+# A unit at the end is dropped, even if it is a variable: 5 m is 5. Nothing is converted (10 % is
+# not 0.1), and there is no algebra (2+3 is not 5).
 LONGEST = 600  # characters; longer answers are not read
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
@@ -163,9 +164,10 @@ SPELLINGS = [
     (r"(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # text{even} -> even
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{ ?(\w) ?}", r"\1"),  # sqrt{3} -> sqrt3
-    # "of" keeps a frac after sqrt, log_2 or ^ apart: sqrt(3/4) is not sqrt(3)/4.
+    # Without the "of", sqrt(3/4) would become sqrt(3)/4.
     (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34
-    (r"frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),  # 1frac38 -> 1 3/8
+    # The numerator is \1 or \2, the denominator \3 or \4: 1frac38 -> 1 3/8
+    (r"frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),
     # f(x) = 2*pi. -> 2pi; Option B -> B
     (r"\* ?(?=[a-z])| ?\.$|^[oO]ption |^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),
     (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
@@ -176,9 +178,9 @@ SPELLINGS = [
 
 def extract_answer(text):
     r"""Find the marked answer in a completion; None if there is no mark, or it is not closed, empty
-    or too long. Inside the last <answer>...</answer>, or in the whole text if there is none, take
-    the last \boxed{...} or the first line after the last ####, whichever is later; inside an
-    <answer> without either, all of it."""
+    or too long. If there is an <answer>, look in the last one only. Take the last \boxed{...} or
+    the line after the last ####, whichever is later. If there is neither, take the whole
+    <answer>."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -202,11 +204,12 @@ def before_closing_brace(text):
             return start[:-1]
     return ""
 
-@lru_cache(2 ** 16)  # many completions have the same gold answer
+@lru_cache(2 ** 16)
 def canonical(text):
     """Rewrite an answer so that equal answers become the same text: '2, x-0.5' -> '-1/2+x,2'."""
     for pattern, replacement in SPELLINGS:
         text = " ".join(re.sub(pattern, replacement, text).split())
+    # Sorting would break these, dates and labels. Their numbers stay: (0.5, 1) is not (1/2, 1).
     if re.search(r"[\[\](){}<>=|]|[\^/]-|\d{4}-\d\d-\d\d|^[a-jA-J][.:]", text):
         return text
     sums = [re.findall("-[^-+]*|[^-+]+", item) for item in re.findall("[^,]+", text)]
@@ -214,7 +217,7 @@ def canonical(text):
 
 def exact(term):
     """Write 1 3/8, 3/8, 0.5, .5 or 5 as an exact fraction: '-1 3/8' -> '-11/8'. Others stay."""
-    if not re.fullmatch(r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)", term, re.ASCII):  # \d is 0 to 9
+    if not re.fullmatch(r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)", term, re.ASCII):
         return term
     value = sum(map(Fraction, term.removeprefix("-").split()))
     return str(-value if "-" in term else value)
@@ -222,13 +225,14 @@ def exact(term):
 def math_reward(completion, answer):
     """Return 1.0 if the marked answer equals `answer`, else 0.0. `answer` may have a mark, too."""
     given = extract_answer(completion) or ""
-    gold = extract_answer(f"<answer>{answer}</answer>") or ""  # all of it if it has no mark
-    if re.fullmatch(r"(\\(text|math)\w* ?{)?[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*}?\.?", gold):
+    gold = extract_answer(f"<answer>{answer}</answer>") or ""
+    if re.fullmatch(r"(\\(text|math)\w* ?{)?[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*}?\.?", gold):  # words
         given, gold = given.lower(), gold.lower()
     given, gold = canonical(given), canonical(gold)
-    if re.fullmatch("[a-jA-J]", gold):  # (B) 14 -> B; (B) 14 or (C) 15 stays
-        given = re.sub(rf"(?i)^\(?{gold}([).:](?![+*/^]|.*([a-j][).:]|\b[a-j]\b)).*)?$",
-                       gold, given)
+    if re.fullmatch("[a-jA-J]", gold):
+        # (B) 14 -> B, but not a formula, (B)*2, or a second label, (B) 14 or (C).
+        other = r"[+*/^]|.*([a-j][).:]|\b[a-j]\b)"
+        given = re.sub(rf"(?i)^\(?{gold}([).:](?!{other}).*)?$", gold, given)
     return float(gold != "" and given == gold)
 
 def answer_reward(problems, completions):
@@ -236,8 +240,8 @@ def answer_reward(problems, completions):
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def rewards_of(reward, rollout):
-    """Call the reward function with the problem and the text of each row, a problem's G texts one
-    after another. It must return a finite number for each. Returns (N,) float32."""
+    """Call the reward function, which must return a finite number for each row: (N,) float32. A
+    problem's G rows are neighbours."""
     problems, texts = rollout["problems"], rollout["texts"]
     paid = torch.tensor([float(r) for r in reward(problems, texts)], device=rollout["ids"].device)
     assert len(paid) == len(texts) and paid.isfinite().all(), f"the reward function paid {paid}"
@@ -246,9 +250,9 @@ def rewards_of(reward, rollout):
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, temperature, args):
-    """Sample group_size completions of each of P problems from softmax(logits / temperature); at 0,
-    in an evaluation, take the likeliest tokens. Returns a rollout. transformers' generate would add
-    the model's own top_k, read a prompt group_size times, and keep finished rows."""
+    """Sample group_size completions of each of P problems; at temperature 0 take the likeliest
+    tokens. Returns a rollout. transformers' generate would add the model's own top_k, read a prompt
+    group_size times, and keep finished rows."""
     model.eval()  # in training mode gradient checkpointing drops the cache
     stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
     # One context for all tokens: autocast then makes its bfloat16 copy of each weight once.
@@ -263,7 +267,7 @@ def generate(model, tokenizer, problems, group_size, temperature, args):
     problems = [problem for problem in problems for _ in range(group_size)]
     rows = [problem["prompt"] + c for problem, c in zip(problems, completions)]
     ids, attention = padded(rows, model.device)  # (N, C) both
-    # Only the stop token is left out of texts: other special tokens may mark the answer.
+    # The stop token is left out of texts. Other special tokens may mark the answer.
     texts = [row[:-1] if ended else row for row, ended in zip(completions, finished.tolist())]
     mask = mask[:, :lengths.max()].float()  # (N, T)
     return {
@@ -290,29 +294,29 @@ def stop_ids(model, tokenizer):
         stops |= set(first) & set(tokenizer.all_special_ids)
     return sorted(stops)
 
-def sample(model, prompts, group_size, temperature, stop, T):
-    """Write up to T = max_new_tokens tokens per row. Returns them and their log pi, (N, T). Prompts
-    are padded on the left, so that every row writes into the same column. As dropping rows copies
-    the cache, we wait until more than half of them have their stop token."""
+def sample(model, prompts, group_size, temperature, stop, max_new_tokens):
+    """Write completions. Returns their tokens and log pi, (N, max_new_tokens) both. Prompts are
+    padded on the left, so that every row writes into the same column. As dropping rows copies the
+    cache, we wait until more than half have their stop token."""
     device = model.device
     ids, attention = padded(prompts, device, "left")  # (P, S) both
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
-    reader = getattr(model, "reader", Reader)(model)  # on a GPU RecordedReader: see CUDA graphs
-    rows = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,)
-    active = torch.arange(len(rows), device=device)  # (n,) the rows that are not dropped
+    reader = getattr(model, "reader_class", Reader)(model)  # RecordedReader on a GPU
+    which = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,) prompt
+    active = torch.arange(len(which), device=device)  # (n,) the rows that are not dropped
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) True before the stop token
-    tokens = torch.zeros(len(rows), T, dtype=torch.long, device=device)
-    sampled_logp = torch.zeros(len(rows), T, device=device)
-    for t in progress(range(T), "sampling"):
+    tokens = torch.zeros(len(active), max_new_tokens, dtype=torch.long, device=device)
+    sampled_logp = torch.zeros(len(active), max_new_tokens, device=device)
+    for t in progress(range(max_new_tokens), "sampling"):
         # Read the prompts at first, then the token drawn in the step before.
         hidden = reader.read(ids, attention, positions)  # (P, H), then (n, H)
         if t == 0:  # from P rows to N: a prompt is read once for its group
-            reader.cache.reorder_cache(rows)
-            hidden, attention, positions = hidden[rows], attention[rows], positions[rows]
+            reader.cache.reorder_cache(which)
+            hidden, attention, positions = hidden[which], attention[which], positions[which]
         token, logp = draw(head_logits(model, hidden), temperature)  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running = running & ~torch.isin(token, stop)
-        # Not at every token, because counting the rows waits for the GPU.
+        # Not at every token, because counting waits for the GPU.
         if t % 4 == 0 and running.sum() < len(running) / 2:
             left = running.nonzero().squeeze(1)
             if len(left) == 0:
@@ -328,8 +332,6 @@ class Cache(transformers.DynamicCache):
     """transformers' key-value cache, but with keys in the dtype of the values: under autocast a
     rotated key is float32 and takes twice the memory."""
     def update(self, keys, values, *args, **kwargs):
-        """Add new keys and values; transformers' attention layers call this."""
-        # Not super(): FixedCache, a StaticCache, uses this method, too.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 class Reader:
@@ -338,20 +340,21 @@ class Reader:
         self.model, self.cache = model, Cache(config=model.config)
 
     def read(self, ids, attention, positions):
-        """Read ids (n, s) into the cache; returns the states after the last of them, (n, H)."""
+        """Read ids (n, s) into the cache, which transformers used to call past_key_values. Returns
+        the states after the last of them, (n, H)."""
         return self.model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
             cache=self.cache, use_cache=True).last_hidden_state[:, -1]
 
 def draw(logits, temperature):
     """Draw one id per row from pi = softmax(logits / temperature); at 0 take the likeliest.
-    (n, K) -> ids (n,) and their log pi (n,). It inverts the cumulative distribution with one random
-    number per row, where torch.multinomial takes K."""
+    (n, K) -> ids (n,) and their log pi (n,). It inverts the cumulative distribution, with one
+    random number per row; torch.multinomial takes K."""
     logp = (logits / (temperature or 1)).log_softmax(-1)  # (n, K)
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # searchsorted needs sums that never fall. On a GPU, float32 sums may fall, by rounding.
+        # searchsorted needs sums that never fall. float32 sums on a GPU may, by rounding.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         # The last sum may not be 1, so u is scaled by it. As u > 0, no id with pi = 0 is taken.
         u = 1 - torch.rand(len(logits), 1, device=logits.device)
@@ -369,9 +372,9 @@ class Optimizer(torch.optim.AdamW):
         self.param_groups[0]["steps"] = 0  # state_dict saves what is in a group
 
     def clip_and_step(self, prefix=""):
-        """Clip the gradient, take a step and clear the gradient. No step is taken if the gradient
-        is not finite, or if it is 0: momentum alone would move the weights. Returns statistics
-        for `means`, whose names begin with `prefix`."""
+        """Clip the gradient, take a step, clear the gradient. If the gradient is not finite, or 0,
+        there is no step: momentum alone would move the weights. Returns statistics for `means`,
+        whose names begin with `prefix`."""
         group = self.param_groups[0]
         norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -385,10 +388,10 @@ class Optimizer(torch.optim.AdamW):
 
 # ---- Models ----
 def load_policy(args, adapt=lambda policy, args: None):
-    """Load --model and its tokenizer; refuse a model that would be trained wrongly. `adapt` may
-    change the model (add LoRA, say) before it takes memory on the GPU."""
+    """Load --model and its tokenizer; refuse a model that would be trained wrongly. `adapt` may add
+    LoRA, say, before the model takes memory on the GPU."""
     config = transformers.AutoConfig.from_pretrained(args.model)
-    text = config.get_text_config()  # of the text part, if the model also reads images
+    text = config.get_text_config()
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(text, name, 0.0)  # random activations would move the ratio from 1
@@ -397,7 +400,6 @@ def load_policy(args, adapt=lambda policy, args: None):
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    # Saved with the model, so that whoever samples from it stops where training did.
     policy.generation_config.eos_token_id = stop_ids(policy, tokenizer) or None
     adapt(policy, args)
     policy.to(args.device).train()  # gradient checkpointing works in training mode only
@@ -408,18 +410,19 @@ def load_policy(args, adapt=lambda policy, args: None):
     if args.device == "cuda":
         use_graphs(policy, tokenizer, args)
     if args.dtype != "float32":
-        # From here on the float32 head multiplies in TF32, of 11 bits; check_model needs all 24.
+        # From here on the float32 head multiplies in TF32; check_model needs all bits.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
 
 @torch.no_grad()
 def check_model(model, tokenizer, args):
     """Stop if the log-probs of sampler or training pass are not those of the model's own forward
-    pass, but for rounding: head_logits may not scale as the model does, training may be random, a
-    cache may not fit. One random prompt is as long as a run allows, the other is padded."""
+    pass, but for rounding: a model may change its logits, training may be random, a cache may not
+    fit."""
     T, rng = 4, random.Random(0)
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - T)
-    args = argparse.Namespace(**vars(args) | dict(dtype="float32", max_new_tokens=T, temperature=1))
+    args = argparse.Namespace(**vars(args))
+    args.dtype, args.max_new_tokens, args.temperature = "float32", T, 1.0
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     problems = [{"prompt": rng.choices(vocabulary, k=length)} for length in (longest, 3)]
     rollout = generate(model, tokenizer, problems, 1, 1.0, args)
@@ -432,15 +435,14 @@ def check_model(model, tokenizer, args):
         expected = -cross_entropy(logits.float(), ids[start:], reduction="none")  # (t,)
         for name, logp in found.items():
             error = (logp[i, :len(expected)] - expected).abs().max()
-            if not error < 1e-3:  # so written, nan fails too
+            if not error < 1e-3:  # nan fails, too
                 sys.exit(f"--model {args.model}: {type(model).__name__} is not supported: "
                          f"the log-probs of the {name} are off by {error:.2g}")
     model.train()
 
 # ---- Problems ----
 def load_problems(args, tokenizer):
-    """Load the training and the held-out problems, the same with every --seed. Print how many there
-    are, and the first prompt as the model reads it."""
+    """Load the training and the held-out problems, the same with every --seed."""
     splits = read_dataset(args.dataset, args.subset)
     eval_split = args.eval_split or ("test" if len(splits) > 1 else args.split)
     assert {args.split, eval_split} <= splits.keys(), f"the splits are {', '.join(splits)}"
@@ -452,7 +454,7 @@ def load_problems(args, tokenizer):
         train = train.select([i for i, x in enumerate(draws) if x >= 0.2])
     order = random.Random(0).sample(range(len(held_out)), len(held_out))
     held_out = prepare(held_out.select(order[:args.eval_problems]), tokenizer, args)
-    held_out = sorted(held_out, key=lambda problem: len(problem["prompt"]))  # for little padding
+    held_out = sorted(held_out, key=lambda problem: len(problem["prompt"]))
     train = prepare(train, tokenizer, args)
 
     seen = {tuple(problem["prompt"]) for problem in train}
@@ -466,15 +468,15 @@ def read_dataset(source, subset=None):
     kind = source.rpartition(".")[2].replace("jsonl", "json")
     if kind in ("json", "csv", "parquet"):
         return datasets.load_dataset(kind, data_files=source)
-    if subset is None and "main" in datasets.get_dataset_config_names(source):  # as GSM8K has
+    if subset is None and "main" in datasets.get_dataset_config_names(source):
         subset = "main"
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts with all columns, "question" and "answer" as texts, "prompt"
-    as ids, and "row", the row as it was. A question is a text, or a chat that ends with the user's
-    message. Rows that cannot be used are counted and left out."""
-    columns = {args.question_column, args.answer_column} - {""}  # "": there are no gold answers
+    as ids, and "row", the row as it was, which may have had columns of these names. A question is a
+    text, or a chat that ends with the user's message. Rows that cannot be used are counted."""
+    columns = {args.question_column, args.answer_column} - {""}
     assert columns <= set(split.column_names), f"the columns are {', '.join(split.column_names)}"
     problems, left_out = [], Counter()
     for row in progress(split.to_list(), "reading problems"):
@@ -486,18 +488,17 @@ def prepare(split, tokenizer, args):
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         question, prompt = chat[-1]["content"], prompt_of(chat, tokenizer)
         answer = extract_answer(answer) or answer  # GSM8K's is a solution that ends in #### 72
-        # An answer that the grader cannot read, such as an empty one, does not even equal itself.
+        # The grader does not pay an answer that it cannot read, such as an empty one, for itself.
         readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
-        if question and readable and len(prompt) <= args.max_prompt_tokens:
-            problems.append(row | {"question": question, "answer": answer, "prompt": prompt,
-                                   "row": row})
+        if not (question and readable):
+            left_out["no question, or no answer that we can read"] += 1
+        elif len(prompt) > args.max_prompt_tokens:
+            left_out["over --max_prompt_tokens"] += 1
         else:
-            left_out["no question" if not question else "no readable answer" if not readable
-                     else "over --max_prompt_tokens"] += 1
+            own = {"question": question, "answer": answer, "prompt": prompt, "row": row}
+            problems.append(row | own)
     if left_out:
         print("rows left out:", dict(left_out))
-    if not problems:
-        sys.exit(f"--dataset {args.dataset}: no problems are left")
     return problems
 
 def prompt_of(chat, tokenizer):
@@ -517,7 +518,7 @@ def text_of(value):
 
 def batch_of(problems, step, count, seed):
     """Return the `count` problems of a step. All are shuffled, used up, shuffled anew, and so on,
-    by seed and step alone, so that there is no state to save."""
+    by seed and step alone."""
     n, used = len(problems), (step - 1) * count
     epochs = range(used // n, (used + count - 1) // n + 1)  # that this step draws from
     shuffled = [p for e in epochs for p in random.Random(f"{seed} {e}").sample(problems, n)]
@@ -528,7 +529,7 @@ def means(logged):
     """Reduce what an update logged, a list of dicts, to one number per name: of pairs (sum, count)
     the mean over all entries; of numbers, whose name ends in _max, the maximum."""
     result = {}
-    for name in dict.fromkeys(name for stats in logged for name in stats):  # each once
+    for name in dict.fromkeys(name for stats in logged for name in stats):
         values = [stats[name] for stats in logged if name in stats]
         if name.endswith("_max"):
             result[name] = float(max(values))
@@ -538,9 +539,9 @@ def means(logged):
     return result
 
 def rollout_stats(rollout, group_size):
-    """Compute what is logged of a rollout, a dict of numbers. Sampler and training pass compute log
-    pi in different ways. The root mean square of their differences, over tokens and over means of
-    completions (GSPO's ratio uses such means), should be no more than rounding."""
+    """Compute what is logged of a rollout, a dict of numbers. Sampler and training pass should
+    differ in log pi by rounding alone: we log the root mean square of a token's difference, and of
+    a completion's mean difference (GSPO's ratio has such means)."""
     mask, groups = rollout["mask"], rollout["rewards"].view(-1, group_size)
     computed = rollout["has_gradient"]  # (N,) the other rows have no old_logp
     compared = (mask > 0) & computed[:, None]  # (N, T)
@@ -550,21 +551,21 @@ def rollout_stats(rollout, group_size):
         "reward": groups.mean(),
         "completion_length": mask.sum(1).mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),  # estimated
+        "entropy": -(rollout["sampled_logp"] * mask).sum() / mask.sum(),
         "sampling_logp_difference": difference[compared].square().mean().sqrt(),
         "sampling_sequence_difference": mean_difference[computed].square().mean().sqrt()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is
         log_x = (rollout["ref_logp"] - rollout["old_logp"]) * mask  # (N, T)
-        stats["kl"] = (log_x.expm1() - log_x).nansum() / compared.sum()
+        stats["kl"] = (log_x.expm1() - log_x).nansum() / compared.sum()  # NaN: not computed
     return {name: value.item() for name, value in stats.items() if not value.isnan()}
 
 # ---- Evaluation ----
 def evaluate(policy, tokenizer, problems, reward, args, step):
     """Compute accuracy on held-out problems, greedy and sampled; the samples' reward and length.
-    Accuracy is the share of right answers, whatever the reward pays for; without gold answers there
-    is none. Write all completions, and print one, of the same question at every evaluation."""
+    Accuracy is the share of right answers, whatever the reward pays for. Write all completions, and
+    print the first problem's."""
     def mean(records, name):
         return torch.tensor([float(record[name]) for record in records]).mean().item()
     torch.manual_seed(args.seed)  # the same seed at every evaluation
@@ -575,7 +576,7 @@ def evaluate(policy, tokenizer, problems, reward, args, step):
     stats = {"eval_reward": mean(sampled, "reward"),
              "eval_completion_length": mean(sampled, "tokens")}
     if args.answer_column:
-        greedy = attempts(policy, tokenizer, problems, answer_reward, 0.0, args)
+        greedy = attempts(policy, tokenizer, problems, answer_reward, 0.0, args)  # only graded
         write_records(args.out, f"held-out-{step}-greedy", greedy)
         stats["eval_accuracy"] = mean(greedy, "right")
         stats["eval_sampled_accuracy"] = mean(sampled, "right")
@@ -583,7 +584,7 @@ def evaluate(policy, tokenizer, problems, reward, args, step):
 
 def attempts(policy, tokenizer, problems, reward, temperature, args):
     """Sample a completion of each problem, and return the records of all."""
-    records, size = [], args.prompts * args.group_size  # as many rows as a rollout has
+    records, size = [], args.prompts * args.group_size
     for start in progress(range(0, len(problems), size), "evaluating"):
         part = problems[start:start + size]
         rollout = generate(policy, tokenizer, part, 1, temperature, args)
@@ -592,7 +593,7 @@ def attempts(policy, tokenizer, problems, reward, temperature, args):
     return records
 
 def records_of(rollout):
-    """List the completions of a rollout, as dicts with what one wants to know of each."""
+    """List the completions of a rollout as dicts, one line of a file in completions/ each."""
     columns = zip(rollout["problems"], rollout["texts"], rollout["rewards"].tolist(),
                   rollout["mask"].sum(1).int().tolist(), rollout["finished"].tolist())
     return [{"question": problem["question"], "answer": problem["answer"], "completion": text,
@@ -600,31 +601,37 @@ def records_of(rollout):
              "reward": reward, "tokens": tokens, "cut_off": not finished}
             for problem, text, reward, tokens, finished in columns]
 
+def write_records(out, name, records):
+    """Write completions/NAME.jsonl in `out`."""
+    path = Path(out, "completions", f"{name}.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
 # ---- Command line ----
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
 TOY = str(Path(__file__).resolve().parent / "tests/toy")
-# The defaults of a run without --model, which trains the toy; a script gives parse some more.
+# The defaults of a run without --model, which trains the toy; each script adds its --lr.
 TOY_SETTINGS = dict(
     model=TOY, dataset=TOY, system_prompt="", max_prompt_tokens=64, max_new_tokens=48,
     micro_batch_tokens=4096, gradient_checkpointing=False, steps=20, eval_every=10, save_every=10,
     eval_problems=2560)
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows a docstring as it is written, and the defaults."""
+    """Shows a docstring as written, and defaults."""
 
 def make_parser(script, doc):
-    """Make a parser with the flags of every script, whose --help is the script's docstring. Returns
-    it, and add_argument of a group for the script's own flags."""
+    """Make a parser with the flags of every script, whose --help is its docstring. Returns it, and
+    a function that adds a flag of the script's own."""
     parser = argparse.ArgumentParser(
         prog=Path(script).name, usage=argparse.SUPPRESS, description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
     parser.set_defaults(script=parser.prog)
-    own = parser.add_argument_group("objective and its optimisation").add_argument
+    add_own = parser.add_argument_group("objective and its optimisation").add_argument
     add = parser.add_argument_group("model, problems and run").add_argument
     cuda = torch.cuda.is_available()
-    add("--model", help="directory or hub name; without it the toy is trained, by own settings")
+    add("--model", help="directory or hub name; without it the toy, by TOY_SETTINGS")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or hub name")
-    add("--subset", help="of a hub data set that has several; if not given, main")
+    add("--subset", help="of a hub data set; if not given, main, if there is a main")
     add("--split", default="train", help="split to train on")
     add("--eval_split", help="split to evaluate on; if not given, test, or a fifth of a lone split")
     add("--question_column", default="question", help="with the question, a text or messages")
@@ -648,11 +655,11 @@ def make_parser(script, doc):
     add("--eval_every", type=int, default=20, help="steps between evaluations")
     add("--eval_problems", type=int, default=512, help="held-out problems")
     add("--save_every", type=int, default=20, help="steps between checkpoints")
-    return parser, own
+    return parser, add_own
 
 def parse(parser, argv, **toy_settings):
-    """Parse `argv` twice. The first time shows whether a run is resumed or the toy is trained. Then
-    the flags of that run, or TOY_SETTINGS, are the defaults of the second time."""
+    """Parse `argv` twice: first to see whether a run is resumed or the toy trained, then with the
+    flags of that run, or TOY_SETTINGS, as defaults."""
     args = parser.parse_args(argv)
     if args.resume and args.out is None:
         parser.error("--resume: needs the --out of the run")
@@ -674,7 +681,7 @@ def parse(parser, argv, **toy_settings):
         parser.error(f"--prompts {args.prompts} needs --minibatches {args.prompts} or fewer")
     if args.model == TOY:
         torch.set_num_threads(1)  # floating-point sums then do not depend on the number of cores
-    # An older GPU, such as the T4, does not have bfloat16 and would emulate it slowly.
+    # A T4 has no bfloat16, and would emulate it slowly.
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
     args.out = args.out or f"runs/{Path(parser.prog).stem}-{time.strftime('%m%d-%H%M%S')}"
@@ -683,8 +690,7 @@ def parse(parser, argv, **toy_settings):
 # ---- Run ----
 def start_run(args):
     """Make --out, which must be new but for --resume; write the flags to args.json, print them."""
-    # Lines are out at once, and a character that cannot be written is a question mark.
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a file's lines come at once
     transformers.logging.disable_progress_bar()
     Path(args.out).mkdir(parents=True, exist_ok=args.resume)
     temporary = Path(args.out, "temporary.json")
@@ -695,9 +701,9 @@ def start_run(args):
 def save_checkpoint(out, step, tokenizer, policy, parts):
     """Save step-N in `out`. `parts`, {name: part}, is all else that changes: optimisers and other
     models. We write beside and then rename, so that a kill at any instant leaves a good checkpoint.
-    Every model stays, as one learns later which was the best; `parts` stay in the newest only."""
+    Every model stays, `parts` in the newest only."""
     temporary, final = Path(out, "temporary"), Path(out, f"step-{step}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(temporary, ignore_errors=True)
     policy.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     shutil.copy(Path(out, "metrics.jsonl"), temporary)
@@ -707,7 +713,8 @@ def save_checkpoint(out, step, tokenizer, policy, parts):
         old.unlink()
 
 def load_checkpoint(out, policy, parts):
-    """Go back to the newest checkpoint in `out` and return its step; 0 if there is none."""
+    """Go back to the newest checkpoint in `out`, also in metrics.jsonl, and return its step. If
+    there is none, empty metrics.jsonl and return 0."""
     start = max((int(path.name[5:]) for path in Path(out).glob("step-*")), default=0)
     if start == 0:
         Path(out, "metrics.jsonl").write_text("")
@@ -725,9 +732,9 @@ SHOWN = "reward completion_length entropy kl clip_frac explained_variance second
 
 def log(args, step, stats, rollout=None):
     """Write a step's statistics to metrics.jsonl and its completions to completions/. Print the
-    statistics in SHOWN and of an evaluation, and what looks wrong."""
+    commonest statistics, and what looks wrong."""
     if args.device == "cuda":
-        stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # so far
+        stats["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     with Path(args.out, "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step} | stats) + "\n")
     if rollout:
@@ -735,7 +742,7 @@ def log(args, step, stats, rollout=None):
     shown = [name for name in stats if name in SHOWN or name.startswith("eval_")]
     print(f"step {step}/{args.steps}", *(f"  {name} {stats[name]:.3g}" for name in shown))
     if rollout and (rollout["rewards"] == rollout["rewards"][0]).all():
-        print("warning: all rewards of this rollout are equal: they teach nothing")
+        print("warning: all rewards of this rollout are equal")
     if stats.get("truncated", 0) > 0.5:
         print("warning: over half of the completions are cut off by --max_new_tokens")
     if stats.get("skipped") or stats.get("value_skipped"):
@@ -743,27 +750,20 @@ def log(args, step, stats, rollout=None):
     if stats.get("sampling_logp_difference", 0) > 0.1:
         print("warning: sampler and training pass differ in log-probs: a mistake in the code?")
 
-def write_records(out, name, records):
-    """Write completions/NAME.jsonl in `out`, one completion on a line."""
-    path = Path(out, "completions", f"{name}.jsonl")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
 # ---- CUDA graphs ----
-# You may skip this section, which is for speed on a GPU. Reading a token takes over a thousand
-# kernels, and by our count Python needs longer to launch them than the GPU to run them; we had no
-# GPU to time it. A CUDA graph records them once, and replays them for the tokens that follow.
+# You may skip this section, which is for speed on a GPU. A token takes over a thousand kernels. By
+# our count Python needs longer to launch them than the GPU to run them; nobody has timed it. A
+# CUDA graph records them once, and replays them for the tokens that follow.
 class FixedCache(transformers.StaticCache):
     """A cache with spare columns, which new tokens fill: a graph's tensors cannot grow."""
-    update = Cache.update
+    update = Cache.update  # this is why it does not call super()
 
 class RecordedReader(Reader):
     """A Reader that replays a graph. A replay finds its inputs in the tensors of the recording."""
-    rows = 0  # of the recording; 0 before there is one
+    rows = 0  # of the recording
 
     def read(self, ids, attention, positions):
-        """Read prompts as Reader does, and single tokens by the graph."""
-        if ids.shape == attention.shape:  # the prompts fill a cache of their own columns
+        if ids.shape == attention.shape:  # the prompts: there is nothing before them
             self.cache = FixedCache(config=self.model.config, max_cache_len=ids.shape[1])
             return super().read(ids, attention, positions)
         spare = self.cache.get_max_length() - attention.shape[1]
@@ -772,8 +772,7 @@ class RecordedReader(Reader):
                 recorded.copy_(new)
             self.graph.replay()  # writes self.hidden
             return self.hidden
-        # First token, rows dropped or cache full: this needs a new graph, so we may as well widen
-        # the cache, until 193 to 256 columns are spare.
+        # First token, rows dropped or cache full: a new graph, with some 200 columns to spare.
         columns = (attention.shape[1] // 64 + 4) * 64
         for layer in self.cache.layers:
             more = (0, 0, 0, columns - layer.max_cache_len)
@@ -782,19 +781,19 @@ class RecordedReader(Reader):
         self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
         wide = pad(attention, (0, columns - attention.shape[1]))
         self.inputs = ids.clone(), wide, positions.clone()
-        # This call is not recorded: a library may allocate memory when it is called first.
+        # Not recorded, as a library may allocate memory in its first call.
         hidden = super().read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels, runs none
             self.hidden = super().read(*self.inputs)
         return hidden
 
 def use_graphs(model, tokenizer, args):
-    """Let `sample` use graphs, unless they do not work with this model."""
+    """Let `sample` use graphs, if they work with this model."""
     if any(Cache(config=model.config).is_sliding):
         return  # a sliding-window layer counts its tokens in Python, which a replay does not run
-    model.reader = RecordedReader
+    model.reader_class = RecordedReader
     try:
         check_model(model, tokenizer, args)
     except (Exception, SystemExit) as error:
-        del model.reader
+        del model.reader_class
         print(f"warning: sampling without CUDA graphs, with which this model fails: {error}")

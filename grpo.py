@@ -11,10 +11,10 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
-samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, so the mean gradient of
-k3 is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
-times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
-both.
+samples of pi is KL(pi || pi_ref). But backward does not differentiate the sampling, so the mean of
+its gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is
+w_it times k3: over samples of pi_old, the mean of its gradient is that of KL(pi || pi_ref).
+tests/results/README.md derives both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
 0. The paper takes one step per rollout, so its w is 1; we take four. --beta, --lr are the paper's.
@@ -81,12 +81,12 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3
+            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3, not s_i
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
-    # The logged loss is a mean over the completions that are computed, not over all N.
+    # The logged means are over the completions that are computed, not over all N.
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -103,9 +103,9 @@ def collect(policy, reference, tokenizer, problems, reward, args):
         # Without a KL, the gradient of a completion with A = 0 is exactly 0: it is not computed.
         rollout["has_gradient"] = adv != 0                                 # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
-    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
+    rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
-        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
+        rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
     stats = common.rollout_stats(rollout, args.group_size)
     return rollout, stats
 

@@ -11,15 +11,15 @@ o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
-samples of pi is KL(pi || pi_ref). But backward takes the samples as fixed, so the mean gradient of
-k3 is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is w_it
-times k3, and the mean of its gradient is that of KL(pi || pi_ref). tests/results/README.md derives
-both.
+samples of pi is KL(pi || pi_ref). But backward does not differentiate the sampling, so the mean of
+its gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is
+w_it times k3: over samples of pi_old, the mean of its gradient is that of KL(pi || pi_ref).
+tests/results/README.md derives both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The four minibatches are the paper's, and in float32 the clip range, too. The paper prints J
-without a KL, so --beta is 0. The min is the same for every t: the mean over t is for KL_it and for
-GSPO-token (--token_level, equations 13, 14). s_i says how far a token has moved on average.
+0. The four minibatches are the paper's, and so is the clip range, but bfloat16 rounds too coarsely
+for it. The paper prints J without a KL, so --beta is 0. Then the mean over t does nothing, as s_i
+has no t: it is for KL_it and for GSPO-token (--token_level, equations 13 and 14 of the paper).
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
@@ -81,7 +81,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    # The mean of the log w_it, because their sum grows with the length: one range fits all |o_i|.
+    # The mean of the log w_it, because their sum grows with the length: one range serves all |o_i|.
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp() # (N, 1)            (2)
     if adv.shape[1] > 1:
         # adv (N, T): GSPO-token, where each token may have an advantage of its own. sg[x] is x as a
@@ -96,12 +96,12 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3
+            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3, not s_i
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
-    # The logged loss is a mean over the completions that are computed, not over all N.
+    # The logged means are over the completions that are computed, not over all N.
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -115,15 +115,15 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
-        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1    # (N, T) |o_i| - t, with t from 1
+        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) tokens after t
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     if args.beta == 0:
         # Without a KL, the gradient of a completion with A = 0 is exactly 0: it is not computed.
         rollout["has_gradient"] = adv != 0                                 # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
-    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
+    rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
-        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
+        rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
     stats = common.rollout_stats(rollout, args.group_size)
     return rollout, stats
 
@@ -172,7 +172,7 @@ def main(args):
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
         if stats.get("sampling_sequence_difference", 0) > args.eps_low:
-            # This difference is rounding. In an update, rounding moves log s by about as much.
+            # In an update, rounding moves log s by about as much as this difference.
             print("warning: rounding moves s further than --eps_low: raise both eps")
         common.log(args, step, stats, rollout)
         if step % args.save_every == 0 or step == args.steps:

@@ -21,10 +21,13 @@ Vold is V at the time of sampling. (1) is generalised advantage estimation (GAE,
 InstructGPT (2203.02155). The baseline is V, which needs no group, so G is 1 by default.
 
 (5), --whiten and the defaults of the flags here, except --prompts and --minibatches, are those of
-Huang et al. 2024 (arXiv 2403.17031). But they sample at temperature .7, decay the learning rate
-without a warm-up, shuffle in every epoch, give a completion without EOS the reward -1, start V from
-the weights of the reward model, and average over all tokens, as Schulman et al. do. DeepSeekMath's
-PPO averages over the tokens of a completion first, as we do (arXiv 2402.03300, eq. 1).
+Huang et al. 2024 (arXiv 2403.17031). Among other differences, they
+
+    sample at temperature .7, and give a completion without a stop token the reward -1,
+    start V from the weights of a reward model,
+    decay the learning rate, without a warm-up, and shuffle in every epoch,
+    average over all tokens, as Schulman et al. do; we average over the tokens of a completion
+    first, as DeepSeekMath's PPO does (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
     python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -55,7 +58,7 @@ def parse_args(argv=None):
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=float, default=0.2, help="how far V may move (5)")
     add("--vf_coef", type=float, default=0.1,
-        help="weight of (5); 0 freezes V; else Adam divides it out, only --max_grad_norm sees it")
+        help="weight of (5); 0 freezes V; else only --max_grad_norm and Adam's eps see it")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
@@ -66,28 +69,28 @@ def parse_args(argv=None):
 def make_critic(policy):
     """Make the value model V: a copy of the policy's body with a scalar head, which starts at 0."""
     critic = copy.deepcopy(policy.base_model)
-    weight = policy.get_output_embeddings().weight                         # (ids, H)
+    weight = policy.get_output_embeddings().weight                         # (K, H)
     critic.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
     torch.nn.init.zeros_(critic.score.weight)
     torch.nn.init.zeros_(critic.score.bias)
     return critic
 
 def token_values(critic, batch, args):
-    """Compute V before each completion token, (N, T) float32; as common.token_logprobs does."""
-    # completion_states asks for the .base_model: the critic is a bare body, so that is itself.
+    """Compute V before each completion token, (N, T) float32: token_logprobs of the critic."""
+    # completion_states asks for .base_model. The critic is a bare body, and its own .base_model.
     index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
 def token_rewards(reward, old_logp, ref_logp, mask, beta):
     """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
-    The reward is paid at the last token: EOS, or where the completion was cut. The penalty is the
+    The reward is paid at the last token: a stop token, or where it was cut. The penalty is the
     estimator k1 = log pi - log pi_ref. In the reward it makes PPO maximise E[r] - beta KL. As a
     loss it would teach nothing: its gradient, grad log pi, has mean 0 over samples of pi."""
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
-    # The last token of the mask is the first place where the count of its tokens is full.
+    # argmax takes the first of equal counts: the last token of the mask.
     last = mask.cumsum(1).argmax(1, keepdim=True)                          # (N, 1)
     return rewards.scatter_add(1, last, reward[:, None])
 
@@ -99,10 +102,10 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        counts = mask[:, t] > 0  # a token that does not count is stepped over
+        counted = mask[:, t] > 0  # (N,) other tokens are stepped over
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
-        running = torch.where(counts, delta + gamma * lam * running, running)  # (N,)          (1)
-        next_value = torch.where(counts, values[:, t], next_value)
+        running = torch.where(counted, delta + gamma * lam * running, running)  # (N,)         (1)
+        next_value = torch.where(counted, values[:, t], next_value)
         advantages[:, t] = running * mask[:, t]
     return advantages, advantages + values
 
@@ -135,7 +138,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
     is_clipped = (clipped * adv < ratio * adv) * mask
-    # The logged loss is a mean over the completions that are computed, not over all N.
+    # The logged means are over the completions that are computed, not over all N.
     stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
              "ratio_max": (ratio.detach() * mask).max()}
     return loss, stats
@@ -156,10 +159,10 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
         policy, tokenizer, problems, args.group_size, args.temperature, args)
     rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
     # 3. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
-    rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)
+    rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
-        rollout["ref_logp"] = common.micro_batched(common.token_logprobs, reference, rollout, args)
-    rollout["values"] = common.micro_batched(token_values, critic, rollout, args)
+        rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
+    rollout["values"] = common.over_batches(token_values, critic, rollout, args)
     mask = rollout["mask"]
     rewards = token_rewards(
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)

@@ -53,7 +53,7 @@ def test_scores_of_a_rollout_are_put_back_in_place():
     def scores(factor, b, _):
         seen.append(b["row"].tolist())
         return b["x"] * factor
-    found = common.micro_batched(scores, 0.6, rollout, args)
+    found = common.over_batches(scores, 0.6, rollout, args)
     rollout["x"][[2, 9]] = math.nan
     torch.testing.assert_close(found, rollout["x"] * 0.6, rtol=0, atol=0, equal_nan=True)
     assert seen == [b["row"].tolist() for part in common.minibatches(rollout, 4, 2)

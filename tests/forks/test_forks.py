@@ -73,7 +73,7 @@ def collected(module, monkeypatch, rewards, lengths, logps=(None,), state=(), **
     def logprobs(_, model, rollout, __):
         logp = mask if model is None else mask * model
         return logp.masked_fill(~rollout["has_gradient"][:, None], math.nan)
-    monkeypatch.setattr(common, "micro_batched", logprobs)
+    monkeypatch.setattr(common, "over_batches", logprobs)
     models, args = (*logps, None)[:2], settings(module, **flags)
     return module.collect(*models, *state, None, None, lambda *_: rewards, args)
 

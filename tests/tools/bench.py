@@ -145,8 +145,8 @@ def one_step(bench, script=grpo):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
     parts, args = {}, bench.args_of[script]
-    if hasattr(bench.model, "reader"):  # on a GPU
-        bench.model.reader = script.common.RecordedReader
+    if hasattr(bench.model, "reader_class"):  # on a GPU
+        bench.model.reader_class = script.common.RecordedReader
     given = bench.model, bench.reference, bench.tokenizer, bench.problems, rewards, args
     with mock.patch.object(script.common, "generate", timed):
         collected, (batch, _) = bench.seconds(lambda: script.collect(*given))

@@ -4,7 +4,8 @@
 
 Beside a checkpoint lies the args.json of its run, whose prompt, columns, lengths, temperature and dtype are
 the defaults here. Your flags win, and the flags in force are printed. --split is test, or the only split
-there is. With --eval_samples N there are N samples of each problem. A reward of your own belongs in main.
+there is. With --eval_samples N there are N samples of each problem, and pass@N is printed, the chance that
+any of N answers is right. A reward of your own belongs in main.
 
     python tests/tools/evaluate.py --model runs/sft --dataset svamp.jsonl --compare exam.jsonl
     python tests/tools/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --compare exam.jsonl
@@ -64,6 +65,8 @@ def main(args):
              "sampled": [sum(record["right"] for record in each) / n for each in samples]}
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
     result |= {name: mean_and_error(found[name]) for name in ("greedy", "sampled")}
+    if n > 1:
+        result[f"pass@{n}"] = mean_and_error([any(record["right"] for record in each) for each in samples])
     result["reward"] = mean_and_error([sum(record["reward"] for record in each) / n for each in samples])
     result["length"] = round(sum(record["tokens"] for record in records) / len(records), 2)
     if args.compare:

@@ -63,7 +63,7 @@ def add(group, name, script, *edits, flags="", test="", choice=None):
 LOGP = "logp = (logits / (temperature or 1)).log_softmax(-1)"
 MIN = "torch.min(ratio * adv, clipped * adv)"
 LOSS = "-(objective * mask / lengths).sum()"
-OLD = 'rollout["old_logp"] = common.micro_batched(common.token_logprobs, policy, rollout, args)'
+OLD = 'rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)'
 LAST = "last = mask.cumsum(1).argmax(1, keepdim=True)"
 SMALL = "--micro_batch_tokens 512"
 
@@ -282,8 +282,7 @@ add(group, "old log-probs rounded to bfloat16", "gspo",
     (OLD, OLD + ".bfloat16().float()"),
     test="test_every_script.py::test_old_and_new_log_probs_are_equal_before_the_first_update")
 add(group, "logits rounded to bfloat16", "grpo",
-    ("common", "head(scale * hidden.to(head.weight.dtype))",
-     "head(scale * hidden.to(head.weight.dtype)).bfloat16().float()"),
+    ("common", "head(hidden.to(head.weight.dtype))", "head(hidden.to(head.weight.dtype)).bfloat16().float()"),
     test="test_logprobs.py::test_logits_are_not_rounded_in_bfloat16")
 add(group, "the sampler in bfloat16", "grpo",
     ("common", 'getattr(torch, args.dtype), enabled=args.dtype != "float32"):\n        prompts',

@@ -46,7 +46,7 @@ def measure(steps=4, prompts=32, group_size=8):
         rollout, _ = ppo.collect(policy, critic, reference, tokenizer, batch, common.answer_reward, args)
         ppo.update(policy, critic, optimizers, rollout, args)
     with torch.no_grad():
-        logp = common.micro_batched(common.token_logprobs, policy, rollout, args)
+        logp = common.over_batches(common.token_logprobs, policy, rollout, args)
     old, mask = rollout["old_logp"], rollout["mask"]
     group_adv = grpo.group_advantages(rollout["rewards"], group_size)[:, None]
     s = ((logp - old).sum(1) / mask.sum(1)).exp()

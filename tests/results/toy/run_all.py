@@ -44,7 +44,7 @@ QUESTIONS = {  # file: {name: script and flags}, seeds 0 to 2; a script alone is
                "1 without critic": "ppo --lam 1 --vf_coef 0"},
     "ratio": {"tokens": "grpo", "sequences": "gspo",
               "tokens with experts": "grpo --model MOE", "sequences with experts": "gspo --model MOE"}}
-OTHERS = {"REINFORCE": f"ppo {REINFORCE}", **{fork: fork for fork in FORKS}, "torchrun": "torchrun",
+OTHERS = {"REINFORCE": f"ppo {REINFORCE}", **{fork: fork for fork in FORKS},
           "entropy": "entropy --entropy_coef 0.01"}  # seed 0
 DEVIATION = " / (r.std(1, keepdim=True) + 1e-4)"
 
@@ -65,9 +65,6 @@ def make_tree(tree):
     for fork in FORKS:
         patch = tree / "tests" / "forks" / f"{fork}.patch"
         subprocess.run(["patch", "-s", "-o", f"{fork}.py", "grpo.py", patch], cwd=tree, check=True)
-    shutil.copytree(tree, tree / "torchrun")
-    patch = tree / "tests" / "forks" / "torchrun.patch"
-    subprocess.run(["patch", "-s", "-p1", "-i", patch], cwd=tree / "torchrun", check=True)
 
 def run(work, command, seed):
     """Make one run, unless it is there. Each takes one thread, as the toy's do."""
@@ -76,13 +73,9 @@ def run(work, command, seed):
         return
     shutil.rmtree(out, ignore_errors=True)
     script, *flags = command.replace("--model MOE", f"--model {work}/moe {TOY_SETTINGS}").split()
-    where, start = work / "tree", [sys.executable]
-    if script == "torchrun":
-        where, script = where / "torchrun", "grpo"
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags += ["--eval_every", "2", "--save_every", "20", "--seed", str(seed), "--out", str(out)]
-    done = subprocess.run([*start, f"{script}.py", *flags], cwd=where, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, f"{script}.py", *flags], cwd=work / "tree", capture_output=True,
+                          text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{command}, seed {seed}:\n{done.stdout}\n{done.stderr}")
     print(f"{command}, seed {seed}: done", flush=True)
