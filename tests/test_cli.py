@@ -42,8 +42,9 @@ def test_an_out_that_exists_stays_as_it_was():
 @pytest.mark.parametrize("function, place, off", [
     ("generate", (0, 0), 0.01), ("token_logprobs", (1, 0), -0.01), ("token_logprobs", (1, -1), 0.01)])
 def test_a_model_whose_log_probs_or_positions_do_not_fit_is_refused(function, place, off, monkeypatch):
-    """One wrong number is seen, of the sampler or the training pass. Beyond GPT-2's 512 learned positions is
-    an index error, on a GPU a dead context. A good model is left in training mode."""
+    """One wrong number is seen, of the sampler or the training pass, and so are logits that the model scales.
+    Beyond GPT-2's 512 learned positions is an index error, on a GPU a dead context. A good model is left in
+    training mode."""
     def wrong(*given):
         result = real(*given)
         (result["sampled_logp"] if function == "generate" else result)[place] += off
@@ -53,6 +54,8 @@ def test_a_model_whose_log_probs_or_positions_do_not_fit_is_refused(function, pl
     args.max_new_tokens += 1
     with pytest.raises(AssertionError, match="512 positions"):
         common.load_policy(args)
+    with pytest.raises(SystemExit, match="CohereForCausalLM is not supported"):
+        common.load_policy(settings(grpo, model=save_tiny("cohere", "cohere", logit_scale=0.5)))
     monkeypatch.setattr(common, function, wrong)
     with pytest.raises(SystemExit, match="off by 0.01"):
         common.load_policy(settings(grpo, model="gpt"))

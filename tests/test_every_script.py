@@ -81,6 +81,8 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         torch.testing.assert_close(cut, whole, **EXACT)
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
+    assert all(map(math.isfinite, [*trainer.stats.values(), *stats.values()])), (
+        "a statistic is NaN: is old_logp read in rows that has_gradient leaves out?")
     parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]  # 2, 2, 1, 1 groups
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)

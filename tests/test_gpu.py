@@ -23,8 +23,8 @@ def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path):
     model, tokenizer = common.load_policy(args)
     model.generation_config.eos_token_id = [*range(1, 64, 9)]
     problems, rollouts = [{"prompt": [3 + i % 50 for i in range(n)]} for n in (1, 9, 30, 100)], []
-    assert hasattr(model, "reader") == (family != "mistral")  # which has sliding windows
-    for model.reader in (getattr(model, "reader", common.Reader), common.Reader):
+    assert hasattr(model, "reader_class") == (family != "mistral")  # which has sliding windows
+    for model.reader_class in (getattr(model, "reader_class", common.Reader), common.Reader):
         rollouts.append(common.generate(model, tokenizer, problems, 8, 0.0, args))
     with_graphs, without = rollouts
     if dtype == "float32":  # where two tokens are about as likely rounding may choose

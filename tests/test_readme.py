@@ -15,7 +15,8 @@ import grpo
 import gspo
 import ppo
 
-README, FORKS = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "tests/forks/README.md"))
+README, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in (
+    "README.md", "tests/forks/README.md", "tests/manual/rewards.md"))
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
 
 def columns(start):
@@ -88,6 +89,18 @@ def test_links_and_commands(page):
         flags = re.sub(r"--(device \S+|resume|\w+ (\$\w+|[A-Z]\b))|\"\$\S+", "", flags)
         sys.modules[name].parse_args(shlex.split(flags))
 
+def test_the_test_of_equations_that_is_shown(monkeypatch):
+    """It passes on a copy that is grpo.py, and fails on one whose denominator is another."""
+    code, = re.findall(r"^```python\n(.*?)^```", FORKS, re.S | re.M)
+    names = {}
+    monkeypatch.setitem(sys.modules, "mine", grpo)
+    exec(code, names)
+    names["test_my_equations"]()
+    real = grpo.policy_loss
+    monkeypatch.setattr(grpo, "policy_loss", lambda *given: (real(*given)[0] * 1.01, {}))
+    with pytest.raises(AssertionError):
+        names["test_my_equations"]()
+
 def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     """math_verify is a stand-in: it is not required. The reward model is a tiny one with a chat template."""
     torch.manual_seed(0)
@@ -97,7 +110,7 @@ def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     names, stand_in = {"common": common}, types.SimpleNamespace(parse=lambda x: x[-3:], verify=str.__eq__)
     monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    for code in re.findall(r"^```python\n(.*?)^```", FORKS, re.S | re.M):
+    for code in re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M):
         exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     problems = [{"question": "2 + 3?", "answer": "5"}, {"question": "1 + 1?", "answer": r"so \boxed{2}"}]
     texts = [r"It is \boxed{5}", r"\boxed{3}"]

@@ -179,7 +179,7 @@ def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, 
     and twice for each recording. Keys are in the dtype of the values, or they would take twice the memory."""
     model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
     model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1
-    calls, model.reader = spy(monkeypatch, model.base_model, "forward"), common.RecordedReader
+    calls, model.reader_class = spy(monkeypatch, model.base_model, "forward"), common.RecordedReader
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)
     torch.manual_seed(5)
@@ -198,7 +198,7 @@ def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(monkeypatch):
         monkeypatch.setattr(common, "check_model", mock.Mock(side_effect=error))
         for model in (tiny_model(), tiny_model("mistral", **WINDOW)):
             common.use_graphs(model, None, None)
-            assert hasattr(model, "reader") == (error is None and model.config.model_type == "qwen2")
+            assert hasattr(model, "reader_class") == (error is None and model.config.model_type == "qwen2")
 
 # --- evaluation
 
