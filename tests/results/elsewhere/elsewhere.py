@@ -1,9 +1,9 @@
-"""TRL and verl beside this repository: makes the numbers of elsewhere.md, in half a minute on a CPU.
+"""TRL and verl beside this repository: makes the numbers of tests/manual/elsewhere.md, in half a minute on a CPU.
 
     pip install trl==1.16.0
     pip install --no-deps verl==0.9.1
     pip install ray tensordict omegaconf hydra-core codetiming orjson pillow
-    python tests/manual/elsewhere.py
+    python tests/results/elsewhere/elsewhere.py
 
 First come the engines' own loss functions on the log-probs of tests/vectors/vectors.json; without verl its
 rows are left out. Then TRL's own train() runs beside our collect and update, on one rollout of the toy.
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conftest import ROOT  # noqa: E402  it puts the other folders on the path
 import datasets, torch, transformers, trl  # noqa: E401, E402
 from patched import module_of, patched_copy  # noqa: E402
