@@ -1,10 +1,9 @@
 """What the three scripts share: everything that is not the algorithm.
 
-To follow the scripts, read the first four sections, up to line 361: log-probabilities, batching,
+To follow the scripts, read the first four sections, up to Optimiser: log-probabilities, batching,
 math answers (their spellings may wait), sampling. The others optimise, load, evaluate, save, and
 sample faster on a GPU. We left out: vLLM, a second GPU, retries. We check only what would fail
-silently: training other than you asked for, wrong rewards, lost work. All else ends in Python's own
-traceback.
+silently: training other than you asked for, wrong rewards, lost work.
 
 Shapes: P prompts per step, G completions of each, N = P*G rows; S tokens in the longest prompt, T
 in the longest completion, C in the longest row (prompt and completion); M completion tokens in a
@@ -22,7 +21,7 @@ A rollout is a dict:
     has_gradient   (N,)    False: the gradient is known to be 0, so the row is not computed
     problems       a list of N problems: the one that each row answers
     texts          a list of N completions
-The scripts add rewards (N,); old_logp, ref_logp, values, returns (N, T); adv (N, 1) or (N, T).
+The scripts add rewards (N,); old_logp, ref_logp, old_values, returns (N, T); adv (N, 1) or (N, T).
 """
 import argparse
 import json
@@ -168,7 +167,7 @@ SPELLINGS = [
     (r"([a-z]{2}|[_^]\w|\^) ?frac", r"\1 of frac"),  # sqrtfrac34 -> sqrt of frac34
     # The numerator is \1 or \2, the denominator \3 or \4: 1frac38 -> 1 3/8
     (r"frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),
-    # f(x) = 2*pi. -> 2pi; Option B -> B
+    # f(x) = 2*pi. -> 2pi; Option B -> B; x in [0,1] -> [0,1]
     (r"\* ?(?=[a-z])| ?\.$|^[oO]ption |^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),
     (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
     (r"^(?:{([^{}]*)}|\(([^(),]*)\))$", r"\1\2"),  # {1, 2} -> 1, 2; (5) -> 5
@@ -301,9 +300,9 @@ def sample(model, prompts, group_size, temperature, stop, max_new_tokens):
     device = model.device
     ids, attention = padded(prompts, device, "left")  # (P, S) both
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
-    reader = getattr(model, "reader_class", Reader)(model)  # RecordedReader on a GPU
-    which = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,) prompt
-    active = torch.arange(len(which), device=device)  # (n,) the rows that are not dropped
+    reader = getattr(model, "reader_class", Reader)(model)  # use_graphs may have set another
+    owner = torch.arange(len(prompts), device=device).repeat_interleave(group_size)  # (N,) a prompt
+    active = torch.arange(len(owner), device=device)  # (n,) the rows that are not dropped
     running = torch.ones_like(active, dtype=torch.bool)  # (n,) True before the stop token
     tokens = torch.zeros(len(active), max_new_tokens, dtype=torch.long, device=device)
     sampled_logp = torch.zeros(len(active), max_new_tokens, device=device)
@@ -311,8 +310,8 @@ def sample(model, prompts, group_size, temperature, stop, max_new_tokens):
         # Read the prompts at first, then the token drawn in the step before.
         hidden = reader.read(ids, attention, positions)  # (P, H), then (n, H)
         if t == 0:  # from P rows to N: a prompt is read once for its group
-            reader.cache.reorder_cache(which)
-            hidden, attention, positions = hidden[which], attention[which], positions[which]
+            reader.cache.reorder_cache(owner)
+            hidden, attention, positions = hidden[owner], attention[owner], positions[owner]
         token, logp = draw(head_logits(model, hidden), temperature)  # (n,) both
         tokens[active, t], sampled_logp[active, t] = token, logp
         running = running & ~torch.isin(token, stop)
@@ -332,6 +331,7 @@ class Cache(transformers.DynamicCache):
     """transformers' key-value cache, but with keys in the dtype of the values: under autocast a
     rotated key is float32 and takes twice the memory."""
     def update(self, keys, values, *args, **kwargs):
+        # Not super(): FixedCache has this method, too.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 class Reader:
@@ -474,7 +474,7 @@ def read_dataset(source, subset=None):
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts with all columns, "question" and "answer" as texts, "prompt"
-    as ids, and "row", the row as it was, which may have had columns of these names. A question is a
+    as ids, and "row", the row as it was, as its own "prompt", say, is only there. A question is a
     text, or a chat that ends with the user's message. Rows that cannot be used are counted."""
     columns = {args.question_column, args.answer_column} - {""}
     assert columns <= set(split.column_names), f"the columns are {', '.join(split.column_names)}"
@@ -488,7 +488,7 @@ def prepare(split, tokenizer, args):
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         question, prompt = chat[-1]["content"], prompt_of(chat, tokenizer)
         answer = extract_answer(answer) or answer  # GSM8K's is a solution that ends in #### 72
-        # The grader does not pay an answer that it cannot read, such as an empty one, for itself.
+        # An answer can be read if it earns its own reward.
         readable = not args.answer_column or math_reward(f"<answer>{answer}</answer>", answer)
         if not (question and readable):
             left_out["no question, or no answer that we can read"] += 1
@@ -520,7 +520,8 @@ def batch_of(problems, step, count, seed):
     """Return the `count` problems of a step. All are shuffled, used up, shuffled anew, and so on,
     by seed and step alone."""
     n, used = len(problems), (step - 1) * count
-    epochs = range(used // n, (used + count - 1) // n + 1)  # that this step draws from
+    # With n = 10 and count = 4, step 3 takes two of one shuffle and two of the next.
+    epochs = range(used // n, (used + count - 1) // n + 1)
     shuffled = [p for e in epochs for p in random.Random(f"{seed} {e}").sample(problems, n)]
     return shuffled[used % n:][:count]
 
@@ -558,7 +559,7 @@ def rollout_stats(rollout, group_size):
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is
         log_x = (rollout["ref_logp"] - rollout["old_logp"]) * mask  # (N, T)
-        stats["kl"] = (log_x.expm1() - log_x).nansum() / compared.sum()  # NaN: not computed
+        stats["kl"] = (log_x.expm1() - log_x).nansum() / compared.sum()  # NaN: a fork's rows
     return {name: value.item() for name, value in stats.items() if not value.isnan()}
 
 # ---- Evaluation ----
@@ -701,7 +702,7 @@ def start_run(args):
 def save_checkpoint(out, step, tokenizer, policy, parts):
     """Save step-N in `out`. `parts`, {name: part}, is all else that changes: optimisers and other
     models. We write beside and then rename, so that a kill at any instant leaves a good checkpoint.
-    Every model stays, `parts` in the newest only."""
+    Every model stays, `parts` (optimizer.pt) in the newest only."""
     temporary, final = Path(out, "temporary"), Path(out, f"step-{step}")
     shutil.rmtree(temporary, ignore_errors=True)
     policy.save_pretrained(temporary)
@@ -756,7 +757,7 @@ def log(args, step, stats, rollout=None):
 # CUDA graph records them once, and replays them for the tokens that follow.
 class FixedCache(transformers.StaticCache):
     """A cache with spare columns, which new tokens fill: a graph's tensors cannot grow."""
-    update = Cache.update  # this is why it does not call super()
+    update = Cache.update
 
 class RecordedReader(Reader):
     """A Reader that replays a graph. A replay finds its inputs in the tensors of the recording."""

@@ -81,7 +81,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3, not s_i
+            kl_it = kl_it * log_ratio.clamp(max=20).exp()  # w_it k3; in gspo.py ratio is s_i
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.

@@ -18,8 +18,8 @@ tests/results/README.md derives both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
 0. The four minibatches are the paper's, and so is the clip range, but bfloat16 rounds too coarsely
-for it. The paper prints J without a KL, so --beta is 0. Then the mean over t does nothing, as s_i
-has no t: it is for KL_it and for GSPO-token (--token_level, equations 13 and 14 of the paper).
+for it. The paper prints J without a KL, so --beta is 0. Then the mean over t in (3) does nothing,
+as s_i has no t. It is there for KL_it and for GSPO-token (--token_level, the paper's 13 and 14).
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
@@ -47,7 +47,7 @@ def parse_args(argv=None):
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
-    add("--gamma", type=float, default=1.0, help="with --token_level: A_it = gamma^(|o_i| - t) A_i")
+    add("--gamma", type=float, default=1.0, help="with --token_level: A_i gamma^(tokens after t)")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
@@ -96,7 +96,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = kl_it * log_ratio.clamp(max=20).exp()                  # w_it k3, not s_i
+            kl_it = kl_it * log_ratio.clamp(max=20).exp()  # w_it k3; in gspo.py ratio is s_i
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
@@ -114,7 +114,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
-    if args.token_level:  # A_it = gamma^(|o_i| - t) A_i; with gamma = 1 this is GSPO again
+    if args.token_level:  # A_it = gamma^(tokens after t) A_i; gamma = 1 is GSPO
         after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) tokens after t
         rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     if args.beta == 0:

@@ -20,14 +20,11 @@ Vold is V at the time of sampling. (1) is generalised advantage estimation (GAE,
 (--whiten); R takes the plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593) and
 InstructGPT (2203.02155). The baseline is V, which needs no group, so G is 1 by default.
 
-(5), --whiten and the defaults of the flags here, except --prompts and --minibatches, are those of
-Huang et al. 2024 (arXiv 2403.17031). Among other differences, they
-
-    sample at temperature .7, and give a completion without a stop token the reward -1,
-    start V from the weights of a reward model,
-    decay the learning rate, without a warm-up, and shuffle in every epoch,
-    average over all tokens, as Schulman et al. do; we average over the tokens of a completion
-    first, as DeepSeekMath's PPO does (arXiv 2402.03300, eq. 1).
+(5), --whiten and the defaults of ppo.py's own flags, except --prompts and --minibatches, are those
+of Huang et al. 2024 (arXiv 2403.17031). Among other differences, they start V from a reward model,
+sample at temperature .7, pay -1 for a completion without a stop token, decay the learning rate,
+shuffle in every epoch, and average over all tokens, as Schulman et al. do. DeepSeekMath's PPO
+averages over the tokens of a completion first, as we do (arXiv 2402.03300, eq. 1).
 
     python ppo.py                                                             on a laptop
     python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 80 GB
@@ -57,8 +54,7 @@ def parse_args(argv=None):
     add("--lam", type=float, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=float, default=0.2, help="how far V may move (5)")
-    add("--vf_coef", type=float, default=0.1,
-        help="weight of (5); 0 freezes V; else only --max_grad_norm and Adam's eps see it")
+    add("--vf_coef", type=float, default=0.1, help="of (5); 0 freezes V; Adam cancels most of it")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
@@ -76,14 +72,14 @@ def make_critic(policy):
     return critic
 
 def token_values(critic, batch, args):
-    """Compute V before each completion token, (N, T) float32: token_logprobs of the critic."""
-    # completion_states asks for .base_model. The critic is a bare body, and its own .base_model.
+    """Compute V before each completion token, (N, T) float32, as token_logprobs does log pi."""
+    # completion_states asks for .base_model; critic.base_model is critic, a bare body.
     index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
-def token_rewards(reward, old_logp, ref_logp, mask, beta):
-    """Compute equation (4). Rewards (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
+def token_rewards(score, old_logp, ref_logp, mask, beta):
+    """Compute equation (4). r_i (N,), log-probs (N, T), ref_logp None for no penalty -> (N, T).
     The reward is paid at the last token: a stop token, or where it was cut. The penalty is the
     estimator k1 = log pi - log pi_ref. In the reward it makes PPO maximise E[r] - beta KL. As a
     loss it would teach nothing: its gradient, grad log pi, has mean 0 over samples of pi."""
@@ -92,7 +88,7 @@ def token_rewards(reward, old_logp, ref_logp, mask, beta):
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
     # argmax takes the first of equal counts: the last token of the mask.
     last = mask.cumsum(1).argmax(1, keepdim=True)                          # (N, 1)
-    return rewards.scatter_add(1, last, reward[:, None])
+    return rewards.scatter_add(1, last, score[:, None])
 
 def gae(rewards, values, mask, gamma, lam):
     """Compute equation (1). Rewards, values, mask (N, T) -> advantages, returns (N, T)."""
@@ -162,16 +158,16 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
-    rollout["values"] = common.over_batches(token_values, critic, rollout, args)
+    rollout["old_values"] = common.over_batches(token_values, critic, rollout, args)
     mask = rollout["mask"]
-    rewards = token_rewards(
+    per_token = token_rewards(
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     rollout["adv"], rollout["returns"] = gae(
-        rewards, rollout["values"], mask, args.gamma, args.lam)            # 4. advantages: (N, T)
+        per_token, rollout["old_values"], mask, args.gamma, args.lam)      # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
     # The returns contain V, so they cannot judge it. With V = 0 and lam = 1 gae sums the rewards.
-    _, returns_to_go = gae(rewards, 0 * mask, mask, args.gamma, lam=1.0)
-    stats |= explained_variance(returns_to_go, rollout["values"], mask)
+    _, returns_to_go = gae(per_token, 0 * mask, mask, args.gamma, lam=1.0)
+    stats |= explained_variance(returns_to_go, rollout["old_values"], mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
@@ -191,7 +187,7 @@ def update(policy, critic, optimizers, rollout, args):
                 logged.append(stats)
                 values = token_values(critic, b, args)  # V, with gradient
                 v_loss, v_stats = value_loss(
-                    values, b["values"], b["returns"], b["mask"], args.eps_value)
+                    values, b["old_values"], b["returns"], b["mask"], args.eps_value)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(v_stats)
             logged.append(optimizers["policy"].clip_and_step())

@@ -77,7 +77,7 @@ def test_collect_by_loops(group_size, whiten, beta, some, monkeypatch):
     returns, tokens = adv + V, mask > 0
     if whiten:
         adv = (adv - adv[tokens].mean()) / adv[tokens].std(correction=0) * mask
-    for name, expected in {"old_logp": logp, "values": V, "returns": returns, "adv": adv}.items():
+    for name, expected in {"old_logp": logp, "old_values": V, "returns": returns, "adv": adv}.items():
         torch.testing.assert_close(rollout[name].double(), expected, rtol=0, atol=1e-4, msg=name)
     if beta:
         x = (ref - logp)[tokens]
@@ -111,7 +111,7 @@ def test_policy_and_critic_are_trained_apart():
 def test_the_critics_gradient_of_an_update():
     """It has the weight vf_coef, and old values do not move along. By loops: vectors/test_vectors.py."""
     trainer, rollout = Trainer(ppo, vf_coef=0.3, eps_value=0.02).moved()
-    V, V_old = ppo.token_values(trainer.critic, rollout, trainer.args), rollout["values"]
+    V, V_old = ppo.token_values(trainer.critic, rollout, trainer.args), rollout["old_values"]
     held = torch.maximum(torch.minimum(V, V_old + 0.02), V_old - 0.02)
     R, mask = rollout["returns"], rollout["mask"]
     error = 0.5 * torch.maximum((V - R) ** 2, (held - R) ** 2) * mask

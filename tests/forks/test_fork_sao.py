@@ -40,7 +40,7 @@ def test_collect_by_loops(sao, monkeypatch):
     below = set()
     assert torch.equal(rollout["old_logp"], rollout["sampled_logp"])
     for i, counts in enumerate(rollout["mask"] > 0):
-        old, ref, V = (rollout[name][i, counts].tolist() for name in ("old_logp", "ref_logp", "values"))
+        old, ref, V = (rollout[name][i, counts].tolist() for name in ("old_logp", "ref_logp", "old_values"))
         n, r = len(old), [-0.2 * (a - b) for a, b in zip(old, ref)]
         r[-1] += rollout["rewards"][i].item()
         delta = [r[t] + 0.9 * (V + [0])[t + 1] - V[t] for t in range(n)]
