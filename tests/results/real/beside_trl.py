@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer beside grpo.py: the control of README.md, and the race that tests/tools/bench.py runs.
+"""TRL's GRPOTrainer beside grpo.py: the control of README.md.
 
     pip install trl
     python tests/results/real/beside_trl.py runs/sft runs/data/problems runs/trl 40
@@ -7,11 +7,8 @@ Trains a model on problems for 40 steps, with the settings of grpo.py in README.
 runs/trl/metrics.jsonl and the model to runs/trl/step-40, for tests/tools/evaluate.py. The reward is ours;
 TRL draws the problems in another order.
 """
-import contextlib
 import json
-import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import datasets
@@ -20,8 +17,6 @@ import trl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
 import common  # noqa: E402
-
-SAME = dict(top_k=0, top_p=1.0, loss_type="grpo", report_to="none", save_strategy="no")  # in both, as grpo.py
 
 class Metrics(transformers.TrainerCallback):
     """Writes what TRL logs."""
@@ -47,48 +42,14 @@ def control(model, problems, out, steps):
         output_dir=out, max_steps=int(steps), per_device_train_batch_size=64, num_generations=8,
         max_completion_length=32, temperature=1.0, beta=0.0, epsilon=0.2, learning_rate=1e-5,
         lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_beta2=0.95, weight_decay=0.0,
-        max_grad_norm=1.0, bf16=True, gradient_checkpointing=False, use_cpu=True, logging_steps=1, **SAME)
+        max_grad_norm=1.0, bf16=True, gradient_checkpointing=False, use_cpu=True, logging_steps=1,
+        top_k=0, top_p=1.0, loss_type="grpo", report_to="none", save_strategy="no")
     Path(out).mkdir(parents=True)
     trainer = trl.GRPOTrainer(model=model, args=config, train_dataset=data, reward_funcs=reward,
                               callbacks=[Metrics(Path(out, "metrics.jsonl"))])
     trainer.train()
     trainer.save_model(f"{out}/step-{steps}")
     trainer.processing_class.save_pretrained(f"{out}/step-{steps}")
-
-def race(bench, ours, rewards):
-    """A rollout and its optimiser steps in TRL with bench's model, prompts, group, limit, minibatches and KL
-    term, and after each a step of ours. Seconds of ours, median ratio, mean length."""
-    (P, G, _, T), args, rollouts, runs, lengths = bench.work.values(), bench.args, bench.pairs + 1, [], []
-    prompts = bench.tokenizer.batch_decode([problem["prompt"] for problem in bench.problems])
-    data = datasets.Dataset.from_dict({"prompt": prompts * rollouts})
-
-    class TakeTurns(transformers.TrainerCallback):
-        began, steps = bench.clock(), 0
-
-        def on_step_end(self, *_, **__):
-            self.steps += 1
-            if self.steps % args.minibatches == 0:
-                bench.seconds(int)  # waits for the GPU
-                theirs = bench.clock() - self.began
-                runs.append((bench.seconds(ours)[0], theirs))
-                self.began = bench.clock()
-
-    def score(completions, completion_ids, **_):
-        lengths.extend(map(len, completion_ids))
-        return rewards
-    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(None):
-        bench.model.save_pretrained(out)  # it loads the model itself, and the reference, as for its users
-        bench.tokenizer.save_pretrained(out)
-        config = trl.GRPOConfig(
-            output_dir=out, max_steps=rollouts * args.minibatches, steps_per_generation=args.minibatches,
-            per_device_train_batch_size=P * G // args.minibatches, num_generations=G, max_completion_length=T,
-            beta=args.beta, learning_rate=1e-9, bf16=args.dtype == "bfloat16", use_cpu=not bench.gpu,
-            gradient_checkpointing=args.gradient_checkpointing, logging_strategy="no", disable_tqdm=True,
-            **SAME)
-        trl.GRPOTrainer(model=out, args=config, train_dataset=data, reward_funcs=score,
-                        processing_class=bench.tokenizer, callbacks=[TakeTurns()]).train()
-    took, ratios = zip(*((ours, theirs / ours) for ours, theirs in runs[1:]))
-    return statistics.median(took), statistics.median(ratios), statistics.mean(lengths)
 
 if __name__ == "__main__":
     control(*sys.argv[1:])
