@@ -41,7 +41,8 @@ def test_dppo_by_hand(kind, mu, pi, A, kept, fork):  # noqa: F811
 def test_maxrls_mean_gradient_is_that_of_the_series_of_log_p(G, p, fork):  # noqa: F811
     """log p = -sum_k (1 - p)^k / k. Of all groups of G answers, right with probability p, the mean of
     1/G sum_i A_i grad log pi(o_i) is the gradient of the first G - 1 terms. Without the 1/G it would be G
-    times that. Here p = 1 / (1 + exp(-x)), and grad is by x."""
+    times that. Here p = 1 / (1 + exp(-x)), and grad is by x. Rewards below 0 are refused: with a negative
+    mean the best answer would get the least advantage, in silence."""
     module, mean = fork("maxrl"), 0
     for right in itertools.product((0, 1), repeat=G):
         chance = math.prod(p if r else 1 - p for r in right)
@@ -50,19 +51,8 @@ def test_maxrls_mean_gradient_is_that_of_the_series_of_log_p(G, p, fork):  # noq
     series = lambda x: -sum((1 - 1 / (1 + math.exp(-x))) ** k / k for k in range(1, G))  # noqa: E731
     x, h = math.log(p / (1 - p)), 1e-6
     assert mean == pytest.approx((series(x + h) - series(x - h)) / (2 * h))
-
-@pytest.mark.parametrize("right, expected", [
-    ([1, 0, 0, 0], [3, -1, -1, -1]), ([1, 1, 0, 0], [1, 1, -1, -1]), ([1, 1, 1, 0], [1 / 3] * 3 + [-1]),
-    ([0, 0, 0, 0], [0, 0, 0, 0]), ([1, 1, 1, 1], [0, 0, 0, 0]), ([3, 0, 0, 0], [3, -1, -1, -1])])
-def test_maxrls_advantages_by_hand(right, expected, fork):  # noqa: F811
-    """Exactly: one right answer of G gets G - 1, with no constant in the denominator. No right one gives 0,
-    not 0/0. Twice the rewards are the same advantages. Two groups do not mix. Rewards below 0 are refused:
-    with a negative mean the best answer would get the least advantage, in silence."""
-    module = fork("maxrl")
-    found = module.group_advantages(torch.tensor([*right, 0.0, 1, 0, 1]), 4)
-    assert found.tolist() == pytest.approx([*expected, -1, 1, -1, 1], rel=1e-6, abs=0)
     with pytest.raises(AssertionError, match="pay 0 or more"):
-        module.group_advantages(torch.tensor([*right, 0.0, 1, -0.1, 1]), 4)
+        module.group_advantages(torch.tensor([-0.1] + [1.0] * (G - 1)), G)
 
 # ---- GDPO
 
@@ -77,11 +67,7 @@ def test_maxrls_advantages_by_hand(right, expected, fork):  # noqa: F811
     ([1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], 4, 0.1,
      [1.3161, 1.3161, -1.3161, -1.3161, 0.13161, 0.13161, -0.13161, -0.13161]),
     # A reward that is the same for all adds exactly nothing: rounding noise would be trained on.
-    ([1, 0, 0, 1], [1, 1, 1, 1], 4, 1.0, [0.866, -0.866, -0.866, 0.866]),
-    ([1, 1, 1, 1], [0.7, 0.7, 0.7, 0.7], 4, 1.0, [0, 0, 0, 0]),
-    ([1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], 3, 0.1, [1.8179, -1.0525, -0.7654, 0, 0, 0]),
-    # Where each answer costs the form, the two cancel: GDPO does not tell (1, 0) from (0, 1) there, either.
-    ([1, 0, 1, 0], [0, 1, 0, 1], 4, 1.0, [0, 0, 0, 0])])
+    ([1, 1, 1, 1], [0.7, 0.7, 0.7, 0.7], 4, 1.0, [0, 0, 0, 0])])
 def test_gdpos_advantages_by_hand(answers, forms, G, weight, expected, fork, monkeypatch):  # noqa: F811
     """Those of `collect`, for completions that earn what is given."""
     module = fork("gdpo")
