@@ -179,13 +179,12 @@ def here(world, tmp_path, monkeypatch):
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
 
-def by_text(problems, completions):
-    """A reward that is a function of the text alone, from 0 to 1."""
-    return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
-
 @pytest.fixture
 def spread(monkeypatch):
-    """Rewards that differ within every group, so that there is something to learn from random weights."""
+    """Rewards from 0 to 1, by the text alone. They differ within every group, so that there is something to
+    learn from random weights."""
+    def by_text(problems, completions):
+        return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
     monkeypatch.setattr(common, "answer_reward", by_text)
 
 def newest(out="run"):

@@ -75,7 +75,8 @@ BOTH = ["minibatches 4 temperature 1 max_grad_norm 1 warmup_steps 20 max_new_tok
 @every_script
 def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
     """Those of the toy are REAL's, but for what it says. One core computes the toy: equal sums everywhere.
-    Flags that are given win."""
+    Flags that are given win. The instruction asks for a mark that the reward reads, or no completion of a
+    real model would earn anything."""
     cores, words = [], f"{REAL[script]} {BOTH[0]}".split()
     monkeypatch.setattr(torch, "set_num_threads", cores.append)
     for flags, more in ((["--model", "x"], ""), ([], f"{TOYS[script]} {BOTH[1]}")):
@@ -85,6 +86,8 @@ def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
         assert {name: args[name] for name in expected} == expected and cores == [1] * (not flags)
     args = script.parse_args("--lr 0.003 --steps 7 --gradient_checkpointing".split())
     assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
+    instruction = script.parse_args(["--model", "x"]).system_prompt
+    assert common.extract_answer(f"2 + 2 is 4.\n{instruction.split()[-1].rstrip('.')} 4") == "4"
 
 @pytest.mark.parametrize("flags, dtype, low", [
     ("cpu", "float32", 3e-4), ("cuda", "bfloat16", 0.01), ("cpu --dtype bfloat16", "bfloat16", 0.01),
@@ -95,12 +98,6 @@ def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(flags, dtype, low
                         lambda including_emulation=True: including_emulation or "T4" not in flags)
     args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
     assert (args.dtype, args.eps_low) == (dtype, low)
-
-def test_the_instruction_asks_for_a_mark_that_the_reward_reads():
-    """Else no completion of a real model earns anything."""
-    mark = common.INSTRUCTION.split()[-1].rstrip(".")
-    assert common.extract_answer(f"2 + 2 is 4.\n{mark} 4") == "4"
-    assert grpo.parse_args(["--model", "x"]).system_prompt == common.INSTRUCTION
 
 # ---- Every flag does what it says ----
 

@@ -33,19 +33,14 @@ def clip(x, low, high):
 # --- The equations
 
 def group_advantages(rewards, G, kind="grpo"):
-    """(1) of grpo.py and gspo.py: A_i = (r_i - mean(r)) / (std(r) + 1e-4). Two forks have another scale."""
+    """(1) of grpo.py and gspo.py: A_i = (r_i - mean(r)) / (std(r) + 1e-4). Three forks have another scale."""
     A = []
     for r in (rewards[start:start + G] for start in range(0, len(rewards), G)):
         mean = sum(r) / G
         std = sqrt(sum((x - mean) ** 2 for x in r) / (G - 1))
-        scale = {"grpo": 1 / (std + 1e-4), "dr_grpo": 1, "rloo": G / (G - 1)}[kind]
-        A += [0.0 if max(r) == min(r) else (x - mean) * scale for x in r]
+        scale = {"grpo": 1 / (std + 1e-4), "dr_grpo": 1, "rloo": G / (G - 1), "maxrl": mean and 1 / mean}
+        A += [0.0 if max(r) == min(r) else (x - mean) * scale[kind] for x in r]
     return A
-
-def maxrl_advantages(rewards, G):
-    """Fork maxrl: A_i = (r_i - mean(r)) / mean(r), for rewards of at least 0; 0 if all are 0."""
-    means = [sum(rewards[i - i % G:][:G]) / G for i in range(len(rewards))]
-    return [0.0 if m == 0 else r / m - 1 for r, m in zip(rewards, means)]
 
 def gdpo_advantages(rewards, weights, G):
     """Fork gdpo: the weighted sum of grpo's advantages of each reward, divided by its std over all + 1e-4"""
@@ -148,7 +143,7 @@ def loss_and_gradient(f, rows):
 def fill(vectors):
     """Compute all that follows from the settings and the two batches."""
     p, maxrl, gdpo = vectors["ppo"], vectors["maxrl"], vectors["gdpo"]
-    maxrl["advantages"] = maxrl_advantages(maxrl["rewards"], maxrl["group_size"])
+    maxrl["advantages"] = group_advantages(maxrl["rewards"], maxrl["group_size"], "maxrl")
     gdpo["advantages"] = gdpo_advantages(gdpo["rewards"], gdpo["weights"], gdpo["group_size"])
     vectors["far"]["policy_losses"] = [{"name": case["name"]} for case in vectors["policy_losses"]]
     for part in (vectors, vectors["far"]):
