@@ -122,14 +122,12 @@ def rollout(bench):
     took, ratio, _ = bench.race(ours, plainly(ours))
     bench.report("rollout", P * G * T / took, "tokens/s", least / took, ratio)
 
-def rewards(problems, texts):
-    return [float(i % 2) for i in range(len(texts))]
-
 def one_step(bench):
     """What grpo.py does in a step: the seconds of its parts, and the least of the update."""
     def timed(*given, generate=common.generate):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
+    rewards = lambda problems, texts: [float(i % 2) for i in range(len(texts))]  # noqa: E731
     parts, args = {}, bench.args
     given = bench.model, bench.reference, bench.tokenizer, bench.problems, rewards, args
     with mock.patch.object(common, "generate", timed):
