@@ -203,9 +203,9 @@ def call(function, given):
     """Give a function what it asks for by the names of its parameters, numbers from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
-        pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it into "
-                    "rollout, and add it to random_rows in tests/conftest.py. Of collect or update: add it "
-                    "to Trainer there, or give the copy a class (my_tracker: MyTracker).", pytrace=False)
+        pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it "
+                    "into rollout, and add it to random_rows in tests/conftest.py. Of collect or update: add "
+                    "it to Trainer there, or give the copy a class (my_tracker: MyTracker).", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):

@@ -33,12 +33,12 @@ def prepare(rows, tokenizer, flags=""):
 def questions(problems):
     return [problem["question"] for problem in problems]
 
-def splits_of(train_rows, held_out=(), folder="mine"):
+def splits_of(train_rows, held_out=()):
     """A data set directory with these rows, the held-out ones by default sums."""
-    Path(folder).mkdir()
-    write_jsonl(f"{folder}/train.jsonl", train_rows)
-    write_jsonl(f"{folder}/test.jsonl", held_out or sums(9))
-    return f"--dataset {folder}"
+    Path("mine").mkdir()
+    write_jsonl("mine/train.jsonl", train_rows)
+    write_jsonl("mine/test.jsonl", held_out or sums(9))
+    return "--dataset mine"
 
 def turn(role, content):
     return {"role": role, "content": content}
@@ -112,7 +112,7 @@ def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
 
 # ---- Answers ----
 
-def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(monkeypatch):
+def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy():
     """--answer_column "" says so; there need not be such a column."""
     flags = splits_of(sums(3) + [{"question": "?", "answer": ""}, {"question": "??"}])
     assert len(load(flags)[0]) == 3

@@ -30,8 +30,6 @@ import common, grpo  # noqa: E401, E402
 
 class Bench:
     """The machine, the model, the work and the table."""
-    pairs = 3
-
     def __init__(self, flags):
         self.args, self.table = grpo.parse_args(flags), {}
         self.gpu = self.args.device != "cpu"
@@ -57,9 +55,9 @@ class Bench:
         return self.clock() - began, result
 
     def race(self, ours, plain):
-        """Both in turn, after a run each that does not count: median seconds of ours, median ratio of the
-        pairs, results of the last pair."""
-        runs = [(self.seconds(ours), self.seconds(plain)) for _ in range(self.pairs + 1)][1:]
+        """Both in turn, three times after a run each that does not count: median seconds of ours, median ratio
+        of the pairs, results of the last pair."""
+        runs = [(self.seconds(ours), self.seconds(plain)) for _ in range(1 + 3)][1:]
         took, ratios = zip(*((a[0], b[0] / a[0]) for a, b in runs))
         return statistics.median(took), statistics.median(ratios), [result for _, result in runs[-1]]
 
