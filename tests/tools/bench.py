@@ -55,8 +55,8 @@ class Bench:
         return self.clock() - began, result
 
     def race(self, ours, plain):
-        """Both in turn, three times after a run each that does not count: median seconds of ours, median ratio
-        of the pairs, results of the last pair."""
+        """Both in turn, three times after a run each that does not count: median seconds of ours, median
+        ratio of the pairs, results of the last pair."""
         runs = [(self.seconds(ours), self.seconds(plain)) for _ in range(1 + 3)][1:]
         took, ratios = zip(*((a[0], b[0] / a[0]) for a, b in runs))
         return statistics.median(took), statistics.median(ratios), [result for _, result in runs[-1]]
