@@ -224,7 +224,7 @@ def test_maxrls_mean_gradient_is_that_of_the_series_of_log_p(G, p, fork):
     ([1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], 4, 0.1,
      [1.3161, 1.3161, -1.3161, -1.3161, 0.13161, 0.13161, -0.13161, -0.13161]),
     # A reward that is the same for all adds exactly nothing: rounding noise would be trained on.
-    ([1, 1, 1, 1], [0.7, 0.7, 0.7, 0.7], 4, 1.0, [0, 0, 0, 0])])
+    ([1, 1, 1], [0.9, 0.9, 0.9], 3, 1.0, [0, 0, 0])])
 def test_gdpos_advantages_by_hand(answers, forms, G, weight, expected, fork, monkeypatch):
     """Those of `collect`, for completions that earn what is given."""
     module = fork("gdpo")
