@@ -179,13 +179,12 @@ def here(world, tmp_path, monkeypatch):
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
 
-def by_text(problems, completions):
-    """A reward that is a function of the text alone, from 0 to 1."""
-    return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
-
 @pytest.fixture
 def spread(monkeypatch):
-    """Rewards that differ within every group, so that there is something to learn from random weights."""
+    """Rewards from 0 to 1, by the text alone. They differ within every group, so that there is something to
+    learn from random weights."""
+    def by_text(problems, completions):
+        return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
     monkeypatch.setattr(common, "answer_reward", by_text)
 
 def newest(out="run"):
@@ -204,9 +203,9 @@ def call(function, given):
     """Give a function what it asks for by the names of its parameters, numbers from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
-        pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it into "
-                    "rollout, and add it to random_rows in tests/conftest.py. Of collect or update: add it "
-                    "to Trainer there, or give the copy a class (my_tracker: MyTracker).", pytrace=False)
+        pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it "
+                    "into rollout, and add it to random_rows in tests/conftest.py. Of collect or update: add "
+                    "it to Trainer there, or give the copy a class (my_tracker: MyTracker).", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):

@@ -33,12 +33,6 @@ def test_what_would_train_nothing_or_something_else_is_refused(script):
             print(script.parse_args(flags.split()))
     script.parse_args("--steps 0 --seed 0 --warmup_steps 0 --beta 0 --eps_low 0 --max_grad_norm inf".split())
 
-def test_an_out_that_exists_stays_as_it_was():
-    Path("run").mkdir()
-    with pytest.raises(FileExistsError):
-        train(grpo, QUICK)
-    assert not [*Path("run").iterdir()]
-
 @pytest.mark.parametrize("function, place, off", [
     ("generate", (0, 0), 0.01), ("token_logprobs", (1, 0), -0.01), ("token_logprobs", (1, -1), 0.01)])
 def test_a_model_whose_log_probs_or_positions_do_not_fit_is_refused(function, place, off, monkeypatch):
@@ -75,7 +69,8 @@ BOTH = ["minibatches 4 temperature 1 max_grad_norm 1 warmup_steps 20 max_new_tok
 @every_script
 def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
     """Those of the toy are REAL's, but for what it says. One core computes the toy: equal sums everywhere.
-    Flags that are given win."""
+    Flags that are given win. The instruction asks for a mark that the reward reads, or no completion of a
+    real model would earn anything."""
     cores, words = [], f"{REAL[script]} {BOTH[0]}".split()
     monkeypatch.setattr(torch, "set_num_threads", cores.append)
     for flags, more in ((["--model", "x"], ""), ([], f"{TOYS[script]} {BOTH[1]}")):
@@ -85,6 +80,8 @@ def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
         assert {name: args[name] for name in expected} == expected and cores == [1] * (not flags)
     args = script.parse_args("--lr 0.003 --steps 7 --gradient_checkpointing".split())
     assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
+    instruction = script.parse_args(["--model", "x"]).system_prompt
+    assert common.extract_answer(f"2 + 2 is 4.\n{instruction.split()[-1].rstrip('.')} 4") == "4"
 
 @pytest.mark.parametrize("flags, dtype, low", [
     ("cpu", "float32", 3e-4), ("cuda", "bfloat16", 0.01), ("cpu --dtype bfloat16", "bfloat16", 0.01),
@@ -95,12 +92,6 @@ def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(flags, dtype, low
                         lambda including_emulation=True: including_emulation or "T4" not in flags)
     args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
     assert (args.dtype, args.eps_low) == (dtype, low)
-
-def test_the_instruction_asks_for_a_mark_that_the_reward_reads():
-    """Else no completion of a real model earns anything."""
-    mark = common.INSTRUCTION.split()[-1].rstrip(".")
-    assert common.extract_answer(f"2 + 2 is 4.\n{mark} 4") == "4"
-    assert grpo.parse_args(["--model", "x"]).system_prompt == common.INSTRUCTION
 
 # ---- Every flag does what it says ----
 
@@ -181,7 +172,8 @@ PPO_KEYS = {"value_loss", "value_grad_norm", "value_lr", "value_skipped", "value
 @every_main
 def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, spread, monkeypatch, capsys):
     """Held-out ones as well, sampled and greedy, and of these the same question is printed each time. Lines
-    are out at once; a character that the terminal does not have does not end the run."""
+    are out at once; a character that the terminal does not have does not end the run. Another run does not
+    write over it."""
     def completions(name):
         return [json.loads(line) for line in Path("run/completions", f"{name}.jsonl").open()]
     calls, start = spy(monkeypatch, script, "collect"), time.perf_counter()
@@ -204,11 +196,13 @@ def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, sprea
         assert sum(one["reward"] for one in sampled) / 2 == pytest.approx(row["eval_reward"])
         assert f"    | {sampled[0]['question']}\n    | {sampled[0]['completion']}\n" in said
     assert len(set(re.findall(r"\| (What.*)", said))) == 1
+    with pytest.raises(FileExistsError):
+        train(script, QUICK)
 
 @pytest.mark.parametrize("stats, rewards, words", [
-    ({"truncated": 0.6}, [0, 1], "cut off"), ({"truncated": 0.4}, [0, 1], ""),
+    ({"truncated": 0.6}, [0, 1], "cut off"), ({"sampling_logp_difference": 0.11}, [0, 1], "sampler"),
     ({"skipped": 0.5}, [0, 1], "not finite"), ({"skipped": 0, "value_skipped": 0.5}, [0, 1], "not finite"),
-    ({"sampling_logp_difference": 0.09}, [0, 1], ""), ({"sampling_logp_difference": 0.11}, [0, 1], "sampler"),
+    ({"truncated": 0.4, "sampling_logp_difference": 0.09, "skipped": 0, "value_skipped": 0}, [0, 1], ""),
     ({}, [1, 1, 1], "rewards of this rollout are equal")])
 def test_what_is_wrong_without_an_error_is_warned_about(stats, rewards, words, monkeypatch, capsys):
     monkeypatch.setattr(common, "records_of", lambda rollout: [])

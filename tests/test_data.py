@@ -33,12 +33,12 @@ def prepare(rows, tokenizer, flags=""):
 def questions(problems):
     return [problem["question"] for problem in problems]
 
-def splits_of(train_rows, held_out=(), folder="mine"):
+def splits_of(train_rows, held_out=()):
     """A data set directory with these rows, the held-out ones by default sums."""
-    Path(folder).mkdir()
-    write_jsonl(f"{folder}/train.jsonl", train_rows)
-    write_jsonl(f"{folder}/test.jsonl", held_out or sums(9))
-    return f"--dataset {folder}"
+    Path("mine").mkdir()
+    write_jsonl("mine/train.jsonl", train_rows)
+    write_jsonl("mine/test.jsonl", held_out or sums(9))
+    return "--dataset mine"
 
 def turn(role, content):
     return {"role": role, "content": content}
@@ -59,13 +59,6 @@ def test_a_data_set_of_the_hub_is_read_in_the_given_configuration_or_in_main(fla
     monkeypatch.setattr(datasets, "load_dataset", lambda source, subset: {"train": subset, "test": source})
     args = grpo.parse_args(["--model", "x", "--dataset", "openai/gsm8k", *flags.split()])
     assert common.read_dataset(args.dataset, args.subset) == {"train": read, "test": "openai/gsm8k"}
-
-def test_a_lone_file_has_no_test_split_and_a_chat_may_not_end_with_the_answer():
-    """A split that was asked for is not replaced by a fifth of the file."""
-    write_jsonl("talk.jsonl", [row | {"question": [turn("assistant", row["question"])]} for row in sums(30)])
-    for flags in ("--eval_split test", "--dataset talk.jsonl"):
-        with pytest.raises(AssertionError):
-            load(flags)
 
 def test_a_lone_file_holds_out_by_the_question_alone_disjoint_and_stable():
     """Not by the answer, the order or number of rows, the seed or the system prompt. A chat is a question
@@ -119,7 +112,7 @@ def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
 
 # ---- Answers ----
 
-def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(monkeypatch):
+def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy():
     """--answer_column "" says so; there need not be such a column."""
     flags = splits_of(sums(3) + [{"question": "?", "answer": ""}, {"question": "??"}])
     assert len(load(flags)[0]) == 3
@@ -155,7 +148,7 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
         assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
         assert own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
-def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence():
+def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence_or_an_answer():
     """Also where the chat template adds up texts by +, as Qwen2.5's does. After its end-of-sequence token,
     which some tokenizers put behind every text, a base model has nothing to say."""
     tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
@@ -166,22 +159,22 @@ def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence(
         single="$A <eos>", special_tokens=[("<eos>", ending.eos_token_id)])
     chat = [turn("system", "Add."), turn("user", "1 + 1?")]
     assert common.prompt_of(chat, ending) == plain("Add.\n1 + 1?\n")["input_ids"]
+    with pytest.raises(AssertionError, match="may end with the answer"):
+        prepare([{"question": [*chat, turn("assistant", "2")], "answer": "2"}], plain)
 
 # ---- Rewards ----
 
-def rewards_of(reward):
-    problems = [{"n": 1}, {"n": 2}]
-    return common.rewards_of(reward, {"problems": problems, "texts": [*"12"], "ids": torch.zeros(2, 1)})
+def test_a_reward_gets_each_problem_beside_its_completion_and_gives_a_finite_number_for_each():
+    def rewards_of(reward):
+        rollout = {"problems": [{"n": 1}, {"n": 2}], "texts": [*"12"], "ids": torch.zeros(2, 1)}
+        return common.rewards_of(reward, rollout)
 
-def test_a_reward_gets_each_problem_beside_its_completion_and_may_give_any_numbers():
     def tell(problems, completions):
         return [10 * problem["n"] + int(text) for problem, text in zip(problems, completions)]
     assert rewards_of(tell).tolist() == [11, 22]
     for given in ((True, False), torch.tensor([1.0, 0]).double()):
         rewards = rewards_of(lambda problems, completions: given)
         assert rewards.dtype == torch.float32 and rewards.tolist() == [1, 0], given
-
-@pytest.mark.parametrize("given", [[0.5, float("nan")], [1, 1e999], [1.0], [1.0] * 3])
-def test_a_reward_that_is_no_number_or_not_one_for_each_completion_is_refused(given):
-    with pytest.raises(AssertionError, match="the reward function paid"):
-        rewards_of(lambda problems, completions: given)
+    for given in ([0.5, float("nan")], [1, 1e999], [1.0], [1.0] * 3):
+        with pytest.raises(AssertionError, match="the reward function paid"):
+            rewards_of(lambda problems, completions: given)

@@ -1,6 +1,5 @@
 """Forks as modules: copies of the scripts with a patch of this folder. A patch may apply with an offset, as
 lines above it come and go, but without fuzz: its own lines and those beside them are still there."""
-import importlib
 import importlib.util
 import shutil
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ["common.py", "grpo.py", "gspo.py", "ppo.py"]
 PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 
 def copy_to(folder, *files, patch=None):
@@ -32,14 +30,6 @@ def module_of(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-def importer(folder, monkeypatch):
-    """A function that imports the scripts of a folder, and its common.py with them."""
-    for name in ("common", "grpo", "gspo", "ppo"):
-        monkeypatch.setitem(sys.modules, name, None)  # is put back after the test
-        del sys.modules[name]
-    monkeypatch.syspath_prepend(folder)
-    return importlib.import_module
 
 def run_the_tests_of_every_script(folder, but="learns"):
     """On the scripts of a folder, but for the test that takes long."""

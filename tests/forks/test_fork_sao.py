@@ -2,6 +2,7 @@
 loss by loops is in vectors/check_vectors.py."""
 import pytest
 import torch
+from check_vectors import gae, token_rewards
 from conftest import (ROOT, Recorder, Trainer, generate_holes, loss_of, same, settings, tensor64,
                       tiny_model, train)
 from patched import fork  # noqa: F401
@@ -41,11 +42,8 @@ def test_collect_by_loops(sao, monkeypatch):
     assert torch.equal(rollout["old_logp"], rollout["sampled_logp"])
     for i, counts in enumerate(rollout["mask"] > 0):
         old, ref, V = (rollout[name][i, counts].tolist() for name in ("old_logp", "ref_logp", "old_values"))
-        n, r = len(old), [-0.2 * (a - b) for a, b in zip(old, ref)]
-        r[-1] += rollout["rewards"][i].item()
-        delta = [r[t] + 0.9 * (V + [0])[t + 1] - V[t] for t in range(n)]
-        adv, R = ([sum((0.9 * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(n)]
-                  for lam in (max(0, 1 - 1 / (0.3 * n)), 0.8))
+        paid, n = token_rewards(rollout["rewards"][i].item(), old, ref, 0.2), len(old)
+        adv, R = (gae(paid, V, 0.9, lam) for lam in (max(0, 1 - 1 / (0.3 * n)), 0.8))
         below |= {1 / (0.3 * n) > 1}
         assert rollout["adv"][i, counts].tolist() == pytest.approx(adv, abs=1e-5)
         assert rollout["returns"][i, counts].tolist() == pytest.approx(

@@ -1,14 +1,16 @@
 """tests/forks/tool.patch: what a tool wrote is read, but not trained. In common.py it is a seam of the
 sampler, policy.tool, that every script can use; in grpo.py it is a calculator."""
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from conftest import ROOT, Trainer, full_logprobs, spy, train
-from patched import SCRIPTS, copy_to, fork, importer, run_the_tests_of_every_script  # noqa: F401
+from patched import copy_to, fork, run_the_tests_of_every_script  # noqa: F401
 from torch.nn.utils.rnn import pad_sequence as padded
 
 pytestmark = pytest.mark.slow
@@ -16,11 +18,16 @@ TOY = ROOT / "tests" / "toy"
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Name -> the module in a folder with the patch."""
-    copy_to(tmp_path, *SCRIPTS, patch="tool")
+    """Name -> the module in a folder with the patch, which imports its own common.py."""
+    names = ["common", "grpo", "gspo", "ppo"]
+    copy_to(tmp_path, *(f"{name}.py" for name in names), patch="tool")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "toy").symlink_to(TOY)
-    return importer(tmp_path, monkeypatch)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # is put back after the test
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module
 
 def tool(ids):
     """Of the tiny models' 8 tokens 1 is the end, also here. What it writes depends on all ids so far."""

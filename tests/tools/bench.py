@@ -9,16 +9,14 @@ of floor   The floor is the least time that arithmetic allows at the two rates m
            token of every row all weights, keys, values and logits are read; an update takes 6 operations per
            weight and token (with checkpointing 8, so that 75 % is the most).
 plain      How many times faster than the plain way: transformers' `generate`, micro-batches of a fixed number
-           of rows in the order they came, log_softmax of whole logits. So are TRL's GRPOTrainer, if it is
-           installed, and with --against DIR the scripts of another checkout, with their own defaults. They
-           take turns: this is the median of the ratios of the pairs, on a CPU of CPU time.
+           of rows in the order they came, log_softmax of whole logits. They take turns: this is the median of
+           the ratios of the pairs, on a CPU of CPU time.
 
 "rollout" samples P x G completions of T tokens, as if there were no end-of-sequence. A "step" is sampling,
 log-probs of policy and reference, and update. Rewards are 0 and 1 in turn.
 """
 import argparse
 import copy
-import importlib.util
 import statistics
 import sys
 import time
@@ -27,26 +25,13 @@ from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/results/real")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common, grpo  # noqa: E401, E402
-
-def script_of(folder):
-    """The grpo.py of another checkout, with its own common.py."""
-    ours = {name: sys.modules.pop(name) for name in ("common", "grpo")}
-    with mock.patch.object(sys, "path", [folder, *sys.path]):
-        other = importlib.import_module("grpo")
-    sys.modules.update(ours)
-    return other
 
 class Bench:
     """The machine, the model, the work and the table."""
-    pairs = 3
-
-    def __init__(self, flags, against=None):
-        self.other = against and script_of(against)
-        self.args_of = {script: script.parse_args(flags) for script in (grpo, self.other) if script}
-        self.args, self.table = self.args_of[grpo], {}
+    def __init__(self, flags):
+        self.args, self.table = grpo.parse_args(flags), {}
         self.gpu = self.args.device != "cpu"
         self.clock = time.perf_counter if self.gpu else time.process_time
         torch.manual_seed(0)
@@ -56,8 +41,7 @@ class Bench:
         mean = round(statistics.mean(len(problem["prompt"]) for problem in self.problems))
         self.work = dict(P=self.args.prompts, G=self.args.group_size, S=mean, T=self.args.max_new_tokens)
         self.reference = copy.deepcopy(self.model) if self.args.beta != 0 else None
-        self.optimizers_of = {script: {"policy": script.common.Optimizer(self.model, 1e-9, args)}
-                              for script, args in self.args_of.items()}
+        self.optimizers = {"policy": common.Optimizer(self.model, 1e-9, self.args)}
         self.head = self.model.get_output_embeddings().weight.numel()
         self.body = sum(weight.numel() for weight in self.model.base_model.parameters())
         self.body -= self.model.get_input_embeddings().weight.numel()  # a token reads one row of it
@@ -71,9 +55,9 @@ class Bench:
         return self.clock() - began, result
 
     def race(self, ours, plain):
-        """Both in turn, after a run each that does not count: median seconds of ours, median ratio of the
-        pairs, results of the last pair."""
-        runs = [(self.seconds(ours), self.seconds(plain)) for _ in range(self.pairs + 1)][1:]
+        """Both in turn, three times after a run each that does not count: median seconds of ours, median
+        ratio of the pairs, results of the last pair."""
+        runs = [(self.seconds(ours), self.seconds(plain)) for _ in range(1 + 3)][1:]
         took, ratios = zip(*((a[0], b[0] / a[0]) for a, b in runs))
         return statistics.median(took), statistics.median(ratios), [result for _, result in runs[-1]]
 
@@ -81,7 +65,7 @@ class Bench:
         """A line of the table."""
         self.table[name] = value, floor, plain
         shares = ["" if floor is None else f"{floor:.1%}", "" if plain is None else f"{plain:.2f}x"]
-        print(f"{name:44}{value:12.4g} {unit:9}{shares[0]:>10}{shares[1]:>10}", flush=True)
+        print(f"{name:20}{value:12.4g} {unit:9}{shares[0]:>10}{shares[1]:>10}", flush=True)
 
 def rates(bench):
     """Bytes per second, read and written, and operations per second: the most in six runs."""
@@ -136,52 +120,38 @@ def rollout(bench):
     took, ratio, _ = bench.race(ours, plainly(ours))
     bench.report("rollout", P * G * T / took, "tokens/s", least / took, ratio)
 
-def rewards(problems, texts):
-    return [float(i % 2) for i in range(len(texts))]
-
-def one_step(bench, script=grpo):
+def one_step(bench):
     """What grpo.py does in a step: the seconds of its parts, and the least of the update."""
-    def timed(*given, generate=script.common.generate):
+    def timed(*given, generate=common.generate):
         parts["sampling"], result = bench.seconds(lambda: generate(*given))
         return result
-    parts, args = {}, bench.args_of[script]
-    if hasattr(bench.model, "reader_class"):  # on a GPU
-        bench.model.reader_class = script.common.RecordedReader
+    rewards = lambda problems, texts: [float(i % 2) for i in range(len(texts))]  # noqa: E731
+    parts, args = {}, bench.args
     given = bench.model, bench.reference, bench.tokenizer, bench.problems, rewards, args
-    with mock.patch.object(script.common, "generate", timed):
-        collected, (batch, _) = bench.seconds(lambda: script.collect(*given))
+    with mock.patch.object(common, "generate", timed):
+        collected, (batch, _) = bench.seconds(lambda: grpo.collect(*given))
     parts["log-probs"] = collected - parts["sampling"]
-    given = bench.model, bench.optimizers_of[script], batch, args
-    parts["update"], _ = bench.seconds(lambda: script.update(*given))
+    parts["update"], _ = bench.seconds(lambda: grpo.update(bench.model, bench.optimizers, batch, args))
     read, written = (batch[name].sum().item() for name in ("attention", "mask"))
-    return parts, 6 * (bench.body * read + bench.head * written) / bench.rate * bench.args.epochs
+    return parts, 6 * (bench.body * read + bench.head * written) / bench.rate * args.epochs
 
 def step(bench):
-    """Ragged rows, against a step with everything plain, another checkout, and TRL."""
+    """Ragged rows, against a step with everything plain."""
     ours = lambda: one_step(bench)  # noqa: E731
-    plain_ways = {"": plainly(ours)}
-    if bench.other:
-        plain_ways[", plain: the other"] = lambda: one_step(bench, bench.other)
-    for what, plain in plain_ways.items():
-        took, ratio, ((parts, least), (slower, _)) = bench.race(ours, plain)
-        bench.report(f"step{what}", took, "s", None, ratio)
-        for name, seconds in parts.items():
-            floor = least / seconds if name == "update" and not what else None
-            bench.report(f"step, {name}{what}", seconds, "s", floor, slower[name] / seconds)
-    if importlib.util.find_spec("trl"):
-        from beside_trl import race
-        took, ratio, length = race(bench, ours, rewards(None, bench.problems * bench.args.group_size))
-        bench.report(f"step, plain: TRL (mean length {length:.0f})", took, "s", None, ratio)
+    took, ratio, ((parts, least), (slower, _)) = bench.race(ours, plainly(ours))
+    bench.report("step", took, "s", None, ratio)
+    for name, seconds in parts.items():
+        floor = least / seconds if name == "update" else None
+        bench.report(f"step, {name}", seconds, "s", floor, slower[name] / seconds)
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--against", metavar="DIR", help="another checkout of this repository")
-    args, flags = parser.parse_known_args(argv)
-    bench = Bench(flags, args.against)
+    _, flags = parser.parse_known_args(argv)
+    bench = Bench(flags)
     where = torch.cuda.get_device_name() if bench.gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{bench.args.model}, {bench.args.dtype}, {where}, {bench.work}")
-    print(f"{'':44}{'measured':>12}{'of floor':>20}{'plain':>10}")
+    print(f"{'':20}{'measured':>12}{'of floor':>20}{'plain':>10}")
     for part in (rates, rollout, step):
         part(bench)
     return bench.table

@@ -1,11 +1,10 @@
 """The equations of ppo.py, grpo.py and gspo.py in plain loops over numbers. They made vectors.json.
 
-    python tests/vectors/check_vectors.py            computes vectors.json again, and compares
-    python tests/vectors/check_vectors.py --write    writes what it computes into vectors.json
+    python tests/vectors/check_vectors.py    computes vectors.json again; `git diff` shows what changed
 
 vectors.json has two batches, drawn at random once: `batch`, and `far` with ratios near e^9 and e^-9. It also
 has cases, which name their settings. All else comes from the loops. So to add a case, write its settings into
-the file and run the second command.
+the file and run the command. test_vectors.py fails if the file is not what the loops compute.
 
 A completion is a list with one number for each token, so no equation here needs a mask. Nor do the gradients
 need calculus: f(x + ih) is f(x) + ih f'(x) if h is as small as 1e-20. So we add ih to one log-prob, and the
@@ -14,7 +13,6 @@ a constant, is the real part of x.
 """
 import json
 import re
-import sys
 from cmath import exp, log
 from math import sqrt
 from pathlib import Path
@@ -33,19 +31,14 @@ def clip(x, low, high):
 # --- The equations
 
 def group_advantages(rewards, G, kind="grpo"):
-    """(1) of grpo.py and gspo.py: A_i = (r_i - mean(r)) / (std(r) + 1e-4). Two forks have another scale."""
+    """(1) of grpo.py and gspo.py: A_i = (r_i - mean(r)) / (std(r) + 1e-4). Three forks have another scale."""
     A = []
     for r in (rewards[start:start + G] for start in range(0, len(rewards), G)):
         mean = sum(r) / G
         std = sqrt(sum((x - mean) ** 2 for x in r) / (G - 1))
-        scale = {"grpo": 1 / (std + 1e-4), "dr_grpo": 1, "rloo": G / (G - 1)}[kind]
-        A += [0.0 if max(r) == min(r) else (x - mean) * scale for x in r]
+        scale = {"grpo": 1 / (std + 1e-4), "dr_grpo": 1, "rloo": G / (G - 1), "maxrl": mean and 1 / mean}
+        A += [0.0 if max(r) == min(r) else (x - mean) * scale[kind] for x in r]
     return A
-
-def maxrl_advantages(rewards, G):
-    """Fork maxrl: A_i = (r_i - mean(r)) / mean(r), for rewards of at least 0; 0 if all are 0."""
-    means = [sum(rewards[i - i % G:][:G]) / G for i in range(len(rewards))]
-    return [0.0 if m == 0 else r / m - 1 for r, m in zip(rewards, means)]
 
 def gdpo_advantages(rewards, weights, G):
     """Fork gdpo: the weighted sum of grpo's advantages of each reward, divided by its std over all + 1e-4"""
@@ -148,7 +141,7 @@ def loss_and_gradient(f, rows):
 def fill(vectors):
     """Compute all that follows from the settings and the two batches."""
     p, maxrl, gdpo = vectors["ppo"], vectors["maxrl"], vectors["gdpo"]
-    maxrl["advantages"] = maxrl_advantages(maxrl["rewards"], maxrl["group_size"])
+    maxrl["advantages"] = group_advantages(maxrl["rewards"], maxrl["group_size"], "maxrl")
     gdpo["advantages"] = gdpo_advantages(gdpo["rewards"], gdpo["weights"], gdpo["group_size"])
     vectors["far"]["policy_losses"] = [{"name": case["name"]} for case in vectors["policy_losses"]]
     for part in (vectors, vectors["far"]):
@@ -186,12 +179,6 @@ def text(vectors):
     return re.sub(r',\n +(?="\w+": [^[{\n]+\n)', ", ", lines) + "\n"
 
 if __name__ == "__main__":
-    there = FILE.read_text(encoding="utf-8")
-    vectors = json.loads(there)
+    vectors = json.loads(FILE.read_text(encoding="utf-8"))
     fill(vectors)
-    if sys.argv[1:] == ["--write"]:
-        FILE.write_text(text(vectors), encoding="utf-8")
-    elif text(vectors) != there:
-        sys.exit("vectors.json differs from what the loops compute: run this with --write, and see git diff")
-    else:
-        print("vectors.json is what the loops compute")
+    FILE.write_text(text(vectors), encoding="utf-8")

@@ -5,7 +5,6 @@ import functools
 import importlib
 import json
 import types
-from math import log
 
 import pytest
 import torch
@@ -43,15 +42,9 @@ def table(request):
     yield lay_out
     torch.set_default_dtype(torch.float32)
 
-def advantages_of(case, of=VECTORS):
-    """One for each token."""
-    adv = (of["advantages"] | of["ppo"])[case["advantages"]]
-    return [a if isinstance(a, list) else [a] * n for a, n in zip(adv, of["batch"]["lengths"])]
-
-def ratios_of(case, of=VECTORS):
-    """One for each token."""
-    ratios = of["ratios"][case["ratio"].partition("_")[0]]
-    return [w if isinstance(w, list) else [w] * n for w, n in zip(ratios, of["batch"]["lengths"])]
+def each_token(rows, batch):
+    """Of rows with one number for each token, or with one for all of them, those with one for each."""
+    return [x if isinstance(x, list) else [x] * n for x, n in zip(rows, batch["lengths"])]
 
 def flags_of(script, case, N, G):
     """The settings of a case, as far as the script has them. The micro-batches are small."""
@@ -101,10 +94,11 @@ def test_our_scripts_and_forks_say_the_same(name, which, table, tmp_path, monkey
     value_loss = of["ppo"]["value_loss"] if name == "PPO" else 0
     assert loss == pytest.approx(right["loss"] + value_loss, rel=1e-9, abs=1e-9)
     if ours:
-        adv = advantages_of(case, of)
+        adv = each_token((of["advantages"] | of["ppo"])[case["advantages"]], of["batch"])
+        ratios = each_token(of["ratios"][case["ratio"].partition("_")[0]], of["batch"])
         torch.testing.assert_close(rollout["adv"] * rollout["mask"], lay_out(adv, 0.0), **near)
-        pairs = [(w, A) for ratios, row in zip(ratios_of(case, of), adv) if any(row) or case["beta"]
-                 for w, A in zip(ratios, row)]  # of the rows that have a gradient
+        pairs = [(w, A) for row, paid in zip(ratios, adv) if any(paid) or case["beta"]
+                 for w, A in zip(row, paid)]  # of the rows that have a gradient
         clipped = [A > 0 and w > 1 + case["eps_high"] or A < 0 and w < 1 - case["eps_low"] for w, A in pairs]
         assert stats["clip_frac"] == pytest.approx(sum(clipped) / len(pairs))
         assert stats["ratio_max"] == pytest.approx(max(w for w, A in pairs))
@@ -116,19 +110,6 @@ def test_the_file_is_what_the_program_makes():
     made = json.loads(FILE.read_text(encoding="utf-8"))
     fill(made)
     assert text(made) == FILE.read_text(encoding="utf-8") and FILE.stat().st_size < 50_000
-
-@pytest.mark.parametrize("case", [case for case in CASES.values() if case["form"] == "clip"])
-def test_good_and_bad_tokens_lie_below_and_above_the_clip_range(case):
-    """But none lies near a bound, where rounding would decide. Those of the far batch are at e^-9 and e^9."""
-    low, high, seen, far = 1 - case["eps_low"], 1 + case["eps_high"], set(), set()
-    for ratios, row in zip(ratios_of(case), advantages_of(case)):
-        for w, A in zip(ratios, row):
-            assert min(abs(w - low), abs(w - high)) > 0.004
-            seen |= {(A > 0, w < low, w > high)} if A else set()
-    assert len(seen - {(True, False, False), (False, False, False)}) == 4
-    for ratios, row in zip(ratios_of(case, VECTORS["far"]), advantages_of(case, VECTORS["far"])):
-        far |= {(A > 0, w > 1) for w, A in zip(ratios, row) if abs(log(w)) > 8}
-    assert len(far) == 4
 
 def test_a_mean_over_all_tokens_weighs_the_rows_by_their_lengths():
     lengths = VECTORS["batch"]["lengths"]

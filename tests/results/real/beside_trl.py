@@ -1,11 +1,13 @@
-"""TRL's GRPOTrainer beside grpo.py: the control of README.md, and the race that tests/tools/bench.py runs.
+"""TRL's GRPOTrainer beside grpo.py: the control of README.md, and a race.
 
     pip install trl
     python tests/results/real/beside_trl.py runs/sft runs/data/problems runs/trl 40
+    python tests/results/real/beside_trl.py race --model runs/sft --dataset runs/data/problems --prompts 8
 
-Trains a model on problems for 40 steps, with the settings of grpo.py in README.md. Writes metrics to
-runs/trl/metrics.jsonl and the model to runs/trl/step-40, for tests/tools/evaluate.py. The reward is ours;
-TRL draws the problems in another order.
+The first command trains a model on problems for 40 steps, with the settings of grpo.py in README.md. It writes
+metrics to runs/trl/metrics.jsonl and the model to runs/trl/step-40, for tests/tools/evaluate.py. The reward is
+ours; TRL draws the problems in another order. The second one, with the flags of grpo.py, times steps of ours
+and of TRL in turn, as tests/tools/bench.py times them.
 """
 import contextlib
 import json
@@ -18,7 +20,9 @@ import datasets
 import transformers
 import trl
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
+import bench as timing  # noqa: E402
 import common  # noqa: E402
 
 SAME = dict(top_k=0, top_p=1.0, loss_type="grpo", report_to="none", save_strategy="no")  # in both, as grpo.py
@@ -55,10 +59,12 @@ def control(model, problems, out, steps):
     trainer.save_model(f"{out}/step-{steps}")
     trainer.processing_class.save_pretrained(f"{out}/step-{steps}")
 
-def race(bench, ours, rewards):
-    """A rollout and its optimiser steps in TRL with bench's model, prompts, group, limit, minibatches and KL
-    term, and after each a step of ours. Seconds of ours, median ratio, mean length."""
-    (P, G, _, T), args, rollouts, runs, lengths = bench.work.values(), bench.args, bench.pairs + 1, [], []
+def race(flags):
+    """Time a rollout and its optimiser steps in TRL with bench's model, prompts, group, limit, minibatches and
+    KL term, and after each a step of ours, three times after a pair that does not count."""
+    bench, rollouts, runs, lengths = timing.Bench(flags), 1 + 3, [], []
+    timing.rates(bench)
+    (P, G, _, T), args = bench.work.values(), bench.args
     prompts = bench.tokenizer.batch_decode([problem["prompt"] for problem in bench.problems])
     data = datasets.Dataset.from_dict({"prompt": prompts * rollouts})
 
@@ -70,12 +76,12 @@ def race(bench, ours, rewards):
             if self.steps % args.minibatches == 0:
                 bench.seconds(int)  # waits for the GPU
                 theirs = bench.clock() - self.began
-                runs.append((bench.seconds(ours)[0], theirs))
+                runs.append((bench.seconds(lambda: timing.one_step(bench))[0], theirs))
                 self.began = bench.clock()
 
     def score(completions, completion_ids, **_):
         lengths.extend(map(len, completion_ids))
-        return rewards
+        return [float(i % 2) for i in range(len(completions))]
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(None):
         bench.model.save_pretrained(out)  # it loads the model itself, and the reference, as for its users
         bench.tokenizer.save_pretrained(out)
@@ -88,7 +94,8 @@ def race(bench, ours, rewards):
         trl.GRPOTrainer(model=out, args=config, train_dataset=data, reward_funcs=score,
                         processing_class=bench.tokenizer, callbacks=[TakeTurns()]).train()
     took, ratios = zip(*((ours, theirs / ours) for ours, theirs in runs[1:]))
-    return statistics.median(took), statistics.median(ratios), statistics.mean(lengths)
+    print(f"a step of ours takes {statistics.median(took):.3g} s, one of TRL {statistics.median(ratios):.2f} times as "
+          f"long; the mean length is {statistics.mean(lengths):.0f}")
 
 if __name__ == "__main__":
-    control(*sys.argv[1:])
+    race(sys.argv[2:]) if sys.argv[1] == "race" else control(*sys.argv[1:])
