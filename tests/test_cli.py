@@ -92,6 +92,9 @@ def test_dtype_goes_by_the_device_and_gspos_range_by_the_dtype(flags, dtype, low
                         lambda including_emulation=True: including_emulation or "T4" not in flags)
     args = gspo.parse_args(f"--device {flags.replace('T4', 'cuda')}".split())
     assert (args.dtype, args.eps_low) == (dtype, low)
+    for there, tokens in ((True, 8192), (False, 1536)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        assert grpo.parse_args(["--model", "x"]).micro_batch_tokens == tokens
 
 # ---- Every flag does what it says ----
 
