@@ -53,7 +53,7 @@ def token_logprobs(model, batch, args):
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
 def completion_states(model, batch, args):
-    """Run the body of the model. Returns of the M tokens with mask 1:
+    """Run the body of the model. For the M tokens with mask 1, it returns:
         index   two (M,): the places of these tokens in (N, T)
         hidden  (M, H): the states one column before them, which predict them
         target  (M,): their ids
@@ -331,7 +331,7 @@ class Cache(transformers.DynamicCache):
     """transformers' key-value cache, but with keys in the dtype of the values: under autocast a
     rotated key is float32 and takes twice the memory."""
     def update(self, keys, values, *args, **kwargs):
-        # Not super(): FixedCache has this method, too.
+        # Not super(): FixedCache, under CUDA graphs, borrows this method.
         return transformers.Cache.update(self, keys.to(values.dtype), values, *args, **kwargs)
 
 class Reader:
@@ -400,7 +400,7 @@ def load_policy(args, adapt=lambda policy, args: None):
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    policy.generation_config.eos_token_id = stop_ids(policy, tokenizer) or None
+    policy.generation_config.eos_token_id = stop_ids(policy, tokenizer) or None  # saved, too
     adapt(policy, args)
     policy.to(args.device).train()  # gradient checkpointing works in training mode only
     if args.gradient_checkpointing:
@@ -474,8 +474,8 @@ def read_dataset(source, subset=None):
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts with all columns, "question" and "answer" as texts, "prompt"
-    as ids, and "row", the row as it was, as its own "prompt", say, is only there. A question is a
-    text, or a chat that ends with the user's message. Rows that cannot be used are counted."""
+    as ids, and "row", the row as it was, which may have a column called "prompt", say. A question
+    is a text, or a chat that ends with the user's message. Rows left out are counted."""
     columns = {args.question_column, args.answer_column} - {""}
     assert columns <= set(split.column_names), f"the columns are {', '.join(split.column_names)}"
     problems, left_out = [], Counter()
@@ -558,8 +558,8 @@ def rollout_stats(rollout, group_size):
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     if "ref_logp" in rollout:  # k3, whatever --kl is
-        log_x = (rollout["ref_logp"] - rollout["old_logp"]) * mask  # (N, T)
-        stats["kl"] = (log_x.expm1() - log_x).nansum() / compared.sum()  # NaN: a fork's rows
+        log_x = (rollout["ref_logp"] - rollout["old_logp"])[compared]  # (tokens,)
+        stats["kl"] = (log_x.expm1() - log_x).mean()
     return {name: value.item() for name, value in stats.items() if not value.isnan()}
 
 # ---- Evaluation ----
@@ -621,8 +621,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows a docstring as written, and defaults."""
 
 def make_parser(script, doc):
-    """Make a parser with the flags of every script, whose --help is its docstring. Returns it, and
-    a function that adds a flag of the script's own."""
+    """Make a parser with the flags that all scripts share; --help shows `doc`. Returns it, and a
+    function that adds a flag of the script's own."""
     parser = argparse.ArgumentParser(
         prog=Path(script).name, usage=argparse.SUPPRESS, description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
@@ -702,7 +702,7 @@ def start_run(args):
 def save_checkpoint(out, step, tokenizer, policy, parts):
     """Save step-N in `out`. `parts`, {name: part}, is all else that changes: optimisers and other
     models. We write beside and then rename, so that a kill at any instant leaves a good checkpoint.
-    Every model stays, `parts` (optimizer.pt) in the newest only."""
+    Every policy stays, but `parts` (optimizer.pt) in the newest only."""
     temporary, final = Path(out, "temporary"), Path(out, f"step-{step}")
     shutil.rmtree(temporary, ignore_errors=True)
     policy.save_pretrained(temporary)

@@ -17,9 +17,9 @@ w_it times k3: over samples of pi_old, the mean of its gradient is that of KL(pi
 tests/results/README.md derives both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The four minibatches are the paper's, and so is the clip range, but bfloat16 rounds too coarsely
-for it. The paper prints J without a KL, so --beta is 0. Then the mean over t in (3) does nothing,
-as s_i has no t. It is there for KL_it and for GSPO-token (--token_level, the paper's 13 and 14).
+0. The four minibatches are the paper's, and so is the clip range, but it is .01 in bfloat16, which
+rounds too coarsely. The paper prints J without a KL, so --beta is 0. Then the mean over t in (3)
+does nothing, as s_i has no t. It is for KL_it and GSPO-token (--token_level, the paper's 13, 14).
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
@@ -47,7 +47,7 @@ def parse_args(argv=None):
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
-    add("--gamma", type=float, default=1.0, help="with --token_level: A_i gamma^(tokens after t)")
+    add("--gamma", type=float, default=1.0, help="our --token_level: A_i gamma^(tokens after t)")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,

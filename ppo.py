@@ -54,7 +54,7 @@ def parse_args(argv=None):
     add("--lam", type=float, default=0.95, help="of (1): 0 trusts V, 1 the rewards")
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten the A of (3)")
     add("--eps_value", type=float, default=0.2, help="how far V may move (5)")
-    add("--vf_coef", type=float, default=0.1, help="of (5); 0 freezes V; Adam cancels most of it")
+    add("--vf_coef", type=float, default=0.1, help="of (5); 0 freezes V; else Adam hardly sees it")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of V's AdamW")
     add("--epochs", type=int, default=4, help="passes over a rollout; 1 to 4")
@@ -73,7 +73,7 @@ def make_critic(policy):
 
 def token_values(critic, batch, args):
     """Compute V before each completion token, (N, T) float32, as token_logprobs does log pi."""
-    # completion_states asks for .base_model; critic.base_model is critic, a bare body.
+    # completion_states runs .base_model. Of a body without a head, the critic, that is itself.
     index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
