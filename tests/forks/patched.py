@@ -31,12 +31,17 @@ def module_of(path):
     spec.loader.exec_module(module)
     return module
 
-def run_the_tests_of_every_script(folder, but="learns"):
-    """On the scripts of a folder, but for the test that takes long."""
+def run_the_tests_of_every_script(folder, *parts, but="learns"):
+    """On the scripts of a folder, but for the test that takes long. With several parts, each a list of
+    scripts, there is a process for each."""
     copy_to(folder, "tests/conftest.py", "tests/test_every_script.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-k", f"not ({but})"]
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0, done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
+    chosen = [f"not ({but}) and ({' or '.join(part)})" for part in parts] or [f"not ({but})"]
+    running = [subprocess.Popen([*command, each], cwd=folder, stdout=subprocess.PIPE, text=True)
+               for each in chosen]
+    for process in running:
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
