@@ -3,7 +3,7 @@
 To follow the scripts, read the first four sections, up to Optimiser: log-probabilities, batching,
 math answers (their spellings may wait), sampling. The others optimise, load, evaluate, save, and
 sample faster on a GPU. We left out: vLLM, a second GPU, retries. We check only what would fail
-silently: training other than you asked for, wrong rewards, lost work.
+silently: other training than you asked for, wrong rewards, lost work.
 
 Shapes: P prompts per step, G completions of each, N = P*G rows; S tokens in the longest prompt, T
 in the longest completion, C in the longest row (prompt and completion); M completion tokens in a
@@ -474,7 +474,7 @@ def read_dataset(source, subset=None):
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts with all columns, "question" and "answer" as texts, "prompt"
-    as ids, and "row", the row as it was, which may have a column called "prompt", say. A question
+    as ids, and "row", the row as it was, as these four replace columns of the same name. A question
     is a text, or a chat that ends with the user's message. Rows left out are counted."""
     columns = {args.question_column, args.answer_column} - {""}
     assert columns <= set(split.column_names), f"the columns are {', '.join(split.column_names)}"
@@ -520,15 +520,15 @@ def batch_of(problems, step, count, seed):
     """Return the `count` problems of a step. All are shuffled, used up, shuffled anew, and so on,
     by seed and step alone."""
     n, used = len(problems), (step - 1) * count
-    # With n = 10 and count = 4, step 3 takes two of one shuffle and two of the next.
+    # The shuffles are one endless list. With n = 10 and count = 4, step 3 takes 8 to 11 of it.
     epochs = range(used // n, (used + count - 1) // n + 1)
     shuffled = [p for e in epochs for p in random.Random(f"{seed} {e}").sample(problems, n)]
     return shuffled[used % n:][:count]
 
 # ---- Statistics ----
 def means(logged):
-    """Reduce what an update logged, a list of dicts, to one number per name: of pairs (sum, count)
-    the mean over all entries; of numbers, whose name ends in _max, the maximum."""
+    """Reduce what an update logged, a list of dicts, to one number per name: pairs (sum, count) to
+    all sums over all counts; numbers, whose name ends in _max, to the maximum."""
     result = {}
     for name in dict.fromkeys(name for stats in logged for name in stats):
         values = [stats[name] for stats in logged if name in stats]
@@ -754,9 +754,9 @@ def log(args, step, stats, rollout=None):
 # ---- CUDA graphs ----
 # You may skip this section, which is for speed on a GPU. A token takes over a thousand kernels. By
 # our count Python needs longer to launch them than the GPU to run them; nobody has timed it. A
-# CUDA graph records them once, and replays them for the tokens that follow.
+# CUDA graph records them once, and replays them.
 class FixedCache(transformers.StaticCache):
-    """A cache with spare columns, which new tokens fill: a graph's tensors cannot grow."""
+    """A cache with spare columns, as a graph's tensors cannot grow. A tensor counts its tokens."""
     update = Cache.update
 
 class RecordedReader(Reader):
@@ -773,7 +773,7 @@ class RecordedReader(Reader):
                 recorded.copy_(new)
             self.graph.replay()  # writes self.hidden
             return self.hidden
-        # First token, rows dropped or cache full: a new graph, with some 200 columns to spare.
+        # First token, rows dropped or cache full: a new graph, and some 200 spare columns.
         columns = (attention.shape[1] // 64 + 4) * 64
         for layer in self.cache.layers:
             more = (0, 0, 0, columns - layer.max_cache_len)
@@ -782,7 +782,7 @@ class RecordedReader(Reader):
         self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
         wide = pad(attention, (0, columns - attention.shape[1]))
         self.inputs = ids.clone(), wide, positions.clone()
-        # Not recorded, as a library may allocate memory in its first call.
+        # Not recorded: a library may allocate memory in its first call.
         hidden = super().read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels, runs none
             self.hidden = super().read(*self.inputs)

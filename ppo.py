@@ -73,7 +73,7 @@ def make_critic(policy):
 
 def token_values(critic, batch, args):
     """Compute V before each completion token, (N, T) float32, as token_logprobs does log pi."""
-    # completion_states runs .base_model. Of a body without a head, the critic, that is itself.
+    # completion_states runs .base_model. The critic is a body without a head: that is itself.
     index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
