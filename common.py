@@ -752,9 +752,8 @@ def log(args, step, stats, rollout=None):
         print("warning: sampler and training pass differ in log-probs: a mistake in the code?")
 
 # ---- CUDA graphs ----
-# You may skip this section, which is for speed on a GPU. A token takes over a thousand kernels. By
-# our count Python needs longer to launch them than the GPU to run them; nobody has timed it. A
-# CUDA graph records them once, and replays them.
+# You may skip this section, which is for speed on a GPU. By our count Python needs longer to launch
+# a token's kernels than the GPU to run them; not timed. A CUDA graph records and replays them.
 class FixedCache(transformers.StaticCache):
     """A cache with spare columns, as a graph's tensors cannot grow. A tensor counts its tokens."""
     update = Cache.update
@@ -764,6 +763,7 @@ class RecordedReader(Reader):
     rows = 0  # of the recording
 
     def read(self, ids, attention, positions):
+        """Read prompts as Reader does. Single tokens are replayed."""
         if ids.shape == attention.shape:  # the prompts: there is nothing before them
             self.cache = FixedCache(config=self.model.config, max_cache_len=ids.shape[1])
             return super().read(ids, attention, positions)

@@ -16,9 +16,8 @@ and minimise L over a value model V, the critic:
             V'_it = Vold_it + clip(V_it - Vold_it, -eps_value, eps_value)                     (5)
 
 Vold is V at the time of sampling. (1) is generalised advantage estimation (GAE, Schulman et al.
-2015, arXiv 1506.02438). (3) takes A whitened, that is, with mean 0 and deviation 1 over the rollout
-(--whiten); R takes the plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593) and
-InstructGPT (2203.02155). The baseline is V, which needs no group, so G is 1 by default.
+2015, 1506.02438). (3) takes A with mean 0 and deviation 1 over the rollout (--whiten); R takes the
+plain A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593), InstructGPT (2203.02155).
 
 (5), --whiten and the defaults of ppo.py's own flags, except --prompts and --minibatches, are those
 of Huang et al. 2024 (arXiv 2403.17031). Among other differences, they start V from a reward model,
