@@ -782,7 +782,7 @@ class RecordedReader(Reader):
         self.rows, self.graph = len(ids), torch.cuda.CUDAGraph()
         wide = pad(attention, (0, columns - attention.shape[1]))
         self.inputs = ids.clone(), wide, positions.clone()
-        # Not recorded: a library may allocate memory in its first call.
+        # This call, which is not recorded, reads. A library may allocate memory in its first call.
         hidden = super().read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels, runs none
             self.hidden = super().read(*self.inputs)

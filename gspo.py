@@ -18,8 +18,8 @@ tests/results/README.md derives both.
 
 There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
 0. The four minibatches and the clip range are the paper's; in bfloat16, which rounds too coarsely
-for it, our range is .01. The paper prints J without a KL, so --beta is 0. As s_i has no t, the mean
-over t in (3) then does nothing. KL_it and GSPO-token (--token_level, the paper's 13, 14) need it.
+for it, our range is .01. The paper prints J without a KL, so --beta is 0. While it is 0, the mean
+over t in (3) does nothing. KL_it and GSPO-token (--token_level, the paper's 13 and 14) need it.
 
     python gspo.py                                                             on a laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
