@@ -47,7 +47,7 @@ def parse_args(argv=None):
     add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
     add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
     add("--token_level", action="store_true", help="GSPO-token: an A_it per token, by --gamma")
-    add("--gamma", type=float, default=1.0, help="our --token_level: A_i gamma^(tokens after t)")
+    add("--gamma", type=float, default=1.0, help="for --token_level: A_i gamma^(tokens after t)")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
     add("--minibatches", type=int, default=4,
