@@ -1,30 +1,30 @@
-"""GRPO: group relative policy optimisation (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300).
+"""GRPO: group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300).
 
-pi is the model that is trained, pi_old is that model when it sampled, and pi_ref is a frozen copy
-of the model that training began with. For every question q, sample a group of G completions
-o_1 ... o_G from pi_old, reward each with r_i, and maximise J:
+pi is the model being trained, pi_old is the same model as it was when it sampled, and pi_ref is a
+frozen copy of the model that training started from. For each question q, sample from pi_old
+a group of G completions o_1 ... o_G, give each one a reward r_i, and maximize J:
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group, one for all its tokens      (1)
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group; shared by all its tokens    (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                      (2)
     J     = 1/N sum_i 1/|o_i| sum_t { min(w_it A_i, clip(w_it, 1 - eps_low, 1 + eps_high) A_i)
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the estimator k3 (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
-samples of pi is KL(pi || pi_ref). But backward does not differentiate the sampling, so the mean of
-its gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) KL_it is
-w_it times k3: over samples of pi_old, the mean of its gradient is that of KL(pi || pi_ref).
-tests/results/README.md derives both.
+(4) is the k3 estimator (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
+samples from pi is KL(pi || pi_ref). But backward does not differentiate through the sampling, so
+its expected gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556),
+KL_it is k3 times w_it; its expected gradient, over samples from pi_old, is that of
+KL(pi || pi_ref). tests/results/README.md derives both.
 
-There is no value model: the mean of the group is the baseline. A right answer pays 1, a wrong one
-0. The paper takes one step per rollout, so its w is 1; we take four. --beta, --lr are the paper's.
+There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
+0. DeepSeekMath takes one step per rollout, so w is 1; we take four, with its --beta and --lr.
 
-    python grpo.py                                                             on a laptop
-    python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k   on a GPU of 40 GB
+    python grpo.py                                                                          # laptop
+    python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
 
-We had no GPU: the memory is counted on an emulated one (tests/manual/README.md).
+The GB are GPU memory, measured under emulation (tests/manual/README.md); we had no GPU.
 
-Shapes: P prompts, G completions of each, N = P*G rows, T completion positions.
+Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
 import copy
 import time
@@ -34,88 +34,89 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and those of every script: common.make_parser."""
-    parser, add = common.make_parser(__file__, __doc__)
-    add("--prompts", type=int, default=32, help="P: more make a steadier gradient")
-    add("--group_size", type=int, default=8, help="G of (1); usually 8 to 64")
-    add("--eps_low", type=float, default=0.2, help="clip range below 1 (3); usually .1 to .3")
-    add("--eps_high", type=float, default=0.2, help="clip range above 1 (3); usually .1 to .3")
+    """Parse the flags that change the equations, and the shared ones (common.make_parser)."""
+    parser = common.make_parser(__file__, __doc__)
+    add = parser.add_argument
+    add("--prompts", type=int, default=32, help="P, prompts per step; more reduce gradient noise")
+    add("--group_size", type=int, default=8, help="G, completions per prompt; usually 8 to 64")
+    add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
+    add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
     add("--beta", type=float, default=0.04,
-        help="weight of the KL (4); usually 0 to 0.1; 0 needs no pi_ref")
-    add("--kl", choices=["k3", "wk3"], default="k3", help="estimator of the KL (4): k3 or w k3")
-    add("--ref_every", type=int, help="every so many steps pi_ref becomes pi")
+        help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
+    add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")
+    add("--ref_every", type=int, help="copy pi to pi_ref every so many steps")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
-    add("--epochs", type=int, default=1, help="passes over a rollout; 1 to 4")
+    add("--epochs", type=int, default=1, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=int, default=4,
-        help="optimiser steps per pass; with 1 (and 1 epoch) the ratio (2) is 1: no clip")
+        help="optimizer steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clipping")
     args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
     if args.group_size < 2:
-        parser.error("--group_size: a completion without a group has nothing to be compared with")
+        parser.error("--group_size: a lone completion has nothing to be compared with")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
-        parser.error("--kl wk3 and --ref_every: there is no KL, give a --beta above 0")
+        parser.error("--kl wk3 and --ref_every need a KL: set --beta above 0")
     return args
 
 def group_advantages(rewards, group_size):
-    """Compute equation (1): rewards (N,) of groups side by side -> advantages (N,), which add up to
-    0 in a group. The 1e-4 is our guard against a tiny std. The paper does not say which std it is;
-    ours divides by G - 1. Equal rewards get A = 0, as r - mean(r) may be rounding noise."""
+    """Compute equation (1): rewards (N,), group after group -> advantages (N,), which sum to 0 in
+    each group. The 1e-4 is our guard against a tiny std. The papers don't say which std they mean;
+    ours divides by G - 1. Equal rewards get A = 0, because r - mean(r) may be rounding noise."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
-    """Compute -J, without its 1/N, by the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
-    It is a sum over rows, so that the losses of micro-batches add up; update divides by N. adv is
-    (N, T) or (N, 1), all else (N, T). Log-ratios are cut at 20, so that exp is finite. Returns the
-    loss, a scalar, and statistics: pairs (sum, count), or one number if the name ends in _max."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|; 1 if you mask a whole row
+    """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
+    It is a sum over rows, so that the losses of micro-batches add up; update divides it by N. adv
+    is (N, T) or (N, 1), everything else (N, T). Log-ratios are clamped at 20 to keep exp finite.
+    Returns the scalar loss and statistics, which are (sum, count) pairs."""
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    ratio = log_ratio.clamp(max=20).exp()                                  # (N, T)            (2)
-    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
-    # Why the min: for A > 0 there is nothing to gain from a ratio above 1 + eps_high, for A < 0
-    # nothing from one below 1 - eps_low: there the gradient is 0. On the other side the min
-    # takes the term without a clip, so that a step the wrong way can be taken back.
-    objective = torch.min(ratio * adv, clipped * adv)                                         # (3)
+    w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
+    unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
+    # Why the min: for A > 0 there is nothing left to gain once the ratio exceeds 1 + eps_high, and
+    # for A < 0 once it falls below 1 - eps_low, so the gradient there is 0. On the other side the
+    # min takes the unclipped term, so that a step in the wrong direction can be undone (unless the
+    # ratio is above e^20, where the clamp stops the gradient).
+    objective = torch.min(unclipped, clipped)                                                 # (3)
     if beta != 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = kl_it * log_ratio.clamp(max=20).exp()  # w_it k3; in gspo.py ratio is s_i
+            kl_it = w * kl_it
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
-    is_clipped = (clipped * adv < ratio * adv) * mask
-    # The logged means are over the completions that are computed, not over all N.
-    stats = {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum()),
-             "ratio_max": (ratio.detach() * mask).max()}
-    return loss, stats
+    is_clipped = (clipped < unclipped) * mask
+    # The logged means cover only the completions that are trained on, not all N.
+    return loss, {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum())}
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Make a rollout (see common.py): N rewarded completions, their log-probs and advantages."""
-    rollout = common.generate(                                             # 1. sample
-        policy, tokenizer, problems, args.group_size, args.temperature, args)
+    """Collect a rollout (see common.py): N completions, their rewards, log-probs and advantages."""
+    # 1. sample: N completions
+    rollout = common.generate(policy, tokenizer, problems, args.group_size, args)
     rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.beta == 0:
-        # Without a KL, the gradient of a completion with A = 0 is exactly 0: it is not computed.
-        rollout["has_gradient"] = adv != 0                                 # (N,)
-    # 4. log-probs: (N, T), in the micro-batches of update, so that logp is rounded like old_logp
+        # Without a KL, a completion with A = 0 has a gradient of exactly 0, so update skips it.
+        rollout["mask"] = rollout["mask"] * (adv != 0)[:, None]            # (N, T)
+    # 4. log-probs: (N, T), in the same micro-batches as update, so that old_logp rounds like logp
     rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
     stats = common.rollout_stats(rollout, args.group_size)
     return rollout, stats
 
-def update(policy, optimizers, rollout, args):
-    """Train: epochs x minibatches (an optimiser step each) x micro-batches (for memory). Returns
-    statistics: means over rows, tokens or steps (see common.means), and the largest ratio."""
+def update(policy, optimizer, rollout, args):
+    """Train: epochs x minibatches (one optimizer step each) x micro-batches (for memory). Returns
+    statistics: means over rows, tokens or steps (see common.means)."""
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N of (3) in this step, rows without a gradient included
+            rows = len(minibatch["ids"])  # N in this step
+            # micro_batches drops the rows that are not trained on, but they count in N.
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
@@ -123,33 +124,33 @@ def update(policy, optimizers, rollout, args):
                     args.eps_low, args.eps_high, args.beta, args.kl)
                 (loss / rows).backward()
                 logged.append(stats)
-            logged.append(optimizers["policy"].clip_and_step())
+            logged.append(optimizer.clip_and_step())
     return common.means(logged)
 
 def main(args):
-    """Load, then {collect, update, evaluate, log, save} until --steps."""
+    """Load everything, then {collect, update, evaluate, log, save} up to step --steps."""
     common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # pi_ref is copied before load_checkpoint puts the weights of a resumed run into the policy.
+    # Copy pi_ref before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
-    optimizers = {"policy": common.Optimizer(policy, args.lr, args)}  # a dict, as ppo.py has two
-    # What a checkpoint has besides the policy: pi_ref only if --ref_every changes it.
-    parts = dict(optimizers)
+    optimizer = common.Optimizer(policy, args.lr, args)
+    # What a checkpoint stores besides the policy; pi_ref only if --ref_every changes it.
+    parts = {"optimizer": optimizer}
     if args.ref_every:
         parts["reference"] = reference
-    start = common.load_checkpoint(args.out, policy, parts)  # 0 unless --resume
+    start = common.open_run(args, tokenizer, policy, parts)  # 0 unless --resume
     if start == 0:
         common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend on seed and step alone
+        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend only on seed and step
         step_start = time.perf_counter()
         if args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi
         batch = common.batch_of(problems, step, args.prompts, args.seed)   # P problems
         rollout, stats = collect(policy, reference, tokenizer, batch, reward, args)
-        stats |= update(policy, optimizers, rollout, args)                 # pi moves on
+        stats |= update(policy, optimizer, rollout, args)                  # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
             stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)

@@ -65,6 +65,10 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
 
+def recompute(model):
+    """Switch gradient checkpointing on, by the name that transformers has for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
 def tiny_config(family, vocab_size=64, **settings):
     """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters; the rest is unused."""
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -112,10 +116,10 @@ def make_batch(prompts, completions):
     rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
     T, L = max(map(len, completions)), max(map(len, rows))
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
-            "attention": torch.tensor([[1] * len(row) + [0] * (L - len(row)) for row in rows]),
+            "completion_length": torch.tensor([len(c) for c in completions]),
             "prompt_length": torch.tensor([len(prompt) for prompt in prompts]),
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
-            "has_gradient": torch.ones(len(rows), dtype=torch.bool), "row": torch.arange(len(rows))}
+            "row": torch.arange(len(rows))}
 
 def random_batch(rows, seed=0, longest=12):
     """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
@@ -127,7 +131,7 @@ def full_logprobs(model, batch, temperature):
     """(N, T) log-probs by the definition in float64, each row alone and unpadded; 0 where the mask is 0."""
     logp = torch.zeros_like(batch["mask"], dtype=torch.float64)
     for i, start in enumerate(batch["prompt_length"].tolist()):
-        ids = batch["ids"][i, :batch["attention"][i].sum()]
+        ids = batch["ids"][i, :start + batch["completion_length"][i]]
         chances = torch.softmax(model(input_ids=ids[None]).logits[0].double() / temperature, -1)
         logp[i, :len(ids) - start] = chances[start - 1:-1].gather(1, ids[start:, None])[:, 0].log()
     return logp * batch["mask"]
@@ -189,7 +193,7 @@ def spread(monkeypatch):
 
 def newest(out="run"):
     """The newest checkpoint of a run; nothing half-made lies beside it."""
-    assert not Path(out, "temporary").exists()
+    assert not Path(out, "temporary.pt").exists()
     return max(Path(out).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
@@ -267,7 +271,7 @@ class Trainer:
         return call(self.script.update, vars(self))
 
     def use(self, optimizer):
-        self.optimizers = {name: optimizer(getattr(self, name)) for name in ("policy", "critic")}
+        self.optimizer, self.critic_optimizer = optimizer(self.policy), optimizer(self.critic)
 
     def use_adam(self, lr):
         self.use(lambda model: common.Optimizer(model, lr, self.args))
@@ -284,6 +288,6 @@ class Trainer:
         """The gradients of an update, (steps, weights of policy and critic), and its statistics."""
         vars(self.args).update(changes)
         self.use(Recorder)
-        self.rollout, seen = rollout, self.optimizers.values()
+        self.rollout, seen = rollout, (self.optimizer, self.critic_optimizer)
         stats = self.update()
         return torch.cat([torch.stack(one.gradients) for one in seen if one.gradients], 1), stats

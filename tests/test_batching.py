@@ -21,16 +21,14 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
     for part in common.micro_batches(batch, tokens):
         rows, (n, L), T = part["row"].tolist(), part["ids"].shape, part["mask"].shape[1]
         assert n * L <= tokens or n == 1
-        assert L == part["attention"].sum(1).max() and T == lengths[rows].max()
-        for name, width in {"ids": L, "attention": L, "mask": T, "old_logp": T, "deep": T, "adv": 1}.items():
+        assert L == (part["prompt_length"] + part["completion_length"]).max() and T == lengths[rows].max()
+        for name, width in {"ids": L, "mask": T, "old_logp": T, "deep": T, "adv": 1}.items():
             assert torch.equal(part[name], batch[name][rows, :width]), name
         assert torch.equal(part["rewards"], batch["rewards"][rows])
         seen += rows
     assert sorted(seen) == list(range(23))
-    total = batch["attention"].sum(1)[seen].tolist()
+    total = (batch["prompt_length"] + batch["completion_length"])[seen].tolist()
     assert total == sorted(total, reverse=True)  # so there is little padding
-    with pytest.raises(AssertionError, match="extra"):  # it would be cut by lengths that are not its own
-        next(common.micro_batches(batch | {"extra": torch.rand(23, whole - 1)}, tokens))
 
 @pytest.mark.parametrize("P, G, count", [(6, 4, 3), (7, 3, 4), (5, 1, 5)])
 def test_minibatches_keep_groups_whole(P, G, count):
@@ -46,7 +44,7 @@ def test_scores_of_a_rollout_are_put_back_in_place():
     """Micro-batches, which are those of the update, are sorted by length; what comes back is not. What is not
     computed is NaN: a 0 would look like a log-prob."""
     rollout, seen = random_batch(18, seed=3), []
-    rollout["has_gradient"][[2, 9]] = False
+    rollout["mask"][[2, 9]] = 0
     rollout["x"] = rollout["mask"] * torch.rand(rollout["mask"].shape)
     args = settings(grpo, minibatches=4, group_size=2, micro_batch_tokens=50)
 
@@ -54,7 +52,6 @@ def test_scores_of_a_rollout_are_put_back_in_place():
         seen.append(b["row"].tolist())
         return b["x"] * factor
     found = common.over_batches(scores, 0.6, rollout, args)
-    rollout["x"][[2, 9]] = math.nan
     torch.testing.assert_close(found, rollout["x"] * 0.6, rtol=0, atol=0, equal_nan=True)
     assert seen == [b["row"].tolist() for part in common.minibatches(rollout, 4, 2)
                     for b in common.micro_batches(part, 50)]
@@ -71,7 +68,8 @@ def test_rows_without_a_gradient_are_not_computed(script, monkeypatch):
     [gradient, again], _ = trainer.gradients(rollout)
     rows = sorted(row for call in calls for row in call.batch["row"].tolist())
     assert rows[::3] == rows[1::3] == rows[2::3] == [0, 1, 4, 5, 8, 9, 10, 11]
-    rollout["has_gradient"][:], rollout["old_logp"] = True, rollout["old_logp"].nan_to_num(-1.0)
+    lengths = rollout["completion_length"][:, None]
+    rollout["mask"] = (torch.arange(rollout["mask"].shape[1]) < lengths).to(rollout["mask"])
     [whole, _], _ = trainer.gradients(rollout)
     torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-12)
     assert torch.equal(gradient, again) and gradient.norm() > 0.01
@@ -89,38 +87,38 @@ def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
     assert same(before, trainer.policy.state_dict())
 
 def test_statistics_are_weighted_by_their_counts():
-    """Pairs (sum, count) become the mean of all, of names in _max the maximum is kept."""
+    """Pairs (sum, count) become the mean of all."""
     zero, three, nine = torch.tensor([0.0, 3, 9])
-    logged = [{"a": (three, three), "m_max": three}, {"m_max": nine}, {"a": (zero, nine), "m_max": zero}]
-    assert common.means(logged) == {"a": 0.25, "m_max": 9}
+    logged = [{"a": (three, three)}, {"b": (True, 2)}, {"a": (zero, nine)}]
+    assert common.means(logged) == {"a": 0.25, "b": 0.5}
 
 def test_rollout_statistics_leave_padding_out():
     """And tokens that do not count. Length, entropy (estimated: the mean of the sampler's -log pi is 8.8 / 9)
     and KL are over tokens. KL is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the
     others 1. The sampler's are off by .3 and -.3 in the first row and by .2 in the second: of tokens
-    the mean square is (.09 + .09 + .04) / 9, of the means of rows, 0 and .2, it is .04 / 4."""
+    the mean square is (.09 + .09 + .04) / 9."""
     mask = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]])
     rollout = {"mask": mask, "rewards": torch.tensor([1.0, 1, 0, 1]), "old_logp": -mask, "ref_logp": -mask,
                "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask,
-               "has_gradient": torch.ones(4, dtype=torch.bool)}
+               "completion_length": torch.tensor([3, 1, 2, 3])}
     rollout["ref_logp"][0, 1:] += math.log(2)
     rollout["sampled_logp"][:2, :2] += torch.tensor([[0.3, -0.3], [0.2, 0]])
-    rollout["old_logp"][mask == 0] = rollout["sampled_logp"][mask == 0] = 9.0  # after the mask was made
+    rollout["old_logp"][mask == 0] = 9.0  # after the mask was made
     assert common.rollout_stats(rollout, 2) == pytest.approx({
         "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "kl": 2 * (1 - math.log(2)) / 9, "zero_variance_groups": 0.5,
-        "sampling_logp_difference": math.sqrt(0.22 / 9), "sampling_sequence_difference": 0.1})
+        "sampling_logp_difference": math.sqrt(0.22 / 9)})
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
-    rollout["has_gradient"][0], rollout["old_logp"][0] = False, math.nan  # a row that is not computed
+    rollout["mask"] = mask * torch.tensor([[0.0], [1], [1], [1]])  # a row that is not computed
     stats = common.rollout_stats(rollout, 2)
     assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
-    assert stats["sampling_sequence_difference"] == pytest.approx(math.sqrt(0.04 / 3))
-    rollout["has_gradient"][:] = False
+    assert stats["completion_length"] == 2.25 and stats["entropy"] == pytest.approx(8.8 / 9)
+    rollout["mask"] = 0 * mask
     assert "sampling_logp_difference" not in common.rollout_stats(rollout, 2)
     # By exp(d) - 1 - d in float32 the k3 of a small d = log x, which is d^2/2 + d^3/6, would be rounding.
     torch.manual_seed(0)
-    rollout |= {"old_logp": -5 * torch.rand(4, 4), "has_gradient": torch.ones(4, dtype=torch.bool)}
+    rollout |= {"old_logp": -5 * torch.rand(4, 4), "mask": mask}
     rollout["ref_logp"] = rollout["old_logp"] + 3e-4 * torch.rand(4, 4) + 1e-5
     d = (rollout["ref_logp"].double() - rollout["old_logp"].double())[mask > 0]
     k3 = (d ** 2 / 2 + d ** 3 / 6).mean().item()

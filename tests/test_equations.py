@@ -68,11 +68,12 @@ def test_2_gspo_token_has_an_advantage_for_every_token():
     ratio s_t of a token has the value of s, but only log pi_t has a gradient in it. So the push is s A_t/3,
     and J is s (1 + 0 - 1)/3 = 0. Where all A_t are equal, the pushes are those of GSPO. Of two equal tokens
     each has the ratio s = w, and the pushes are w A_t/2."""
-    found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]])
+    found = objective(gspo, WIDE, *COMPLETION, [[1, 0, -1]], token_level=True)
     near(found, (0, [[0.368403, 0, -0.368403]]))
-    found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]])
+    found = objective(gspo, WIDE, *COMPLETION, [[2, 2, 2]], token_level=True)
     near(found, objective(gspo, WIDE, *COMPLETION, [[2]]))
-    near(objective(gspo, WIDE, [[0.5, 0.5]], [[0.4, 0.4]], [[2, 1]]), (1.25 * 1.5, [[1.25, 0.625]]))
+    found = objective(gspo, WIDE, [[0.5, 0.5]], [[0.4, 0.4]], [[2, 1]], token_level=True)
+    near(found, (1.25 * 1.5, [[1.25, 0.625]]))
 
 # --- (3) clip
 @pytest.mark.parametrize("script", [ppo, grpo, gspo])
@@ -189,12 +190,12 @@ def near(found, expected, within=1e-6):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(tensor(one), tensor(other), rtol=0, atol=within)
 
-def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None):
+def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None, token_level=False):
     """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
     the shape (completions, tokens), and A may be (completions, 1)."""
     logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
     mask = torch.ones_like(old) if mask is None else mask
     refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
-    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl]}[script]
+    more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl, token_level]}[script]
     loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
     return -loss.item(), torch.autograd.grad(-loss, logp)[0]

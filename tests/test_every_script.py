@@ -46,7 +46,7 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options):
     script = importlib.import_module(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
-    given = {key: x[rollout["has_gradient"]] for key, x in rollout.items()}
+    given = {key: x[rollout["mask"].any(1)] for key, x in rollout.items()}
     given |= {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
     loss, _ = call(script.policy_loss, {"ref_logp": None} | given)
     parts = torch.autograd.grad(loss / len(rollout["ids"]), list(trainer.policy.parameters()))
@@ -64,11 +64,12 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options):
 def other_padding(rollout):
     """The same rows in reverse, with nonsense in all padding."""
     other = {name: x.flip(0) for name, x in rollout.items()}
-    lengths = other["attention"].sum(1) - other["prompt_length"]
+    lengths = other["completion_length"]
     padding = torch.arange(rollout["mask"].shape[1]) >= lengths[:, None]
+    beyond = torch.arange(rollout["ids"].shape[1]) >= (lengths + other["prompt_length"])[:, None]
     for name, x in other.items():
         if name == "ids" or x.shape == padding.shape and name != "mask":
-            other[name] = x.masked_fill(other["attention"] == 0 if name == "ids" else padding, 5)
+            other[name] = x.masked_fill(beyond if name == "ids" else padding, 5)
     return other
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
@@ -97,14 +98,14 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
     logged = common.means([loss.result[1] for loss in losses])
     assert {name: stats[name] for name in logged} == pytest.approx(logged, rel=1e-5)
     rows = [row for c in calls for row in c.batch["row"].tolist()]
-    taught = trainer.rollout["has_gradient"].nonzero().squeeze(1).tolist()
+    taught = trainer.rollout["mask"].any(1).nonzero().squeeze(1).tolist()
     assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
     for c, loss in zip(calls, losses, strict=True):
         # a copy without a ratio may do without old_logp
         assert torch.equal(vars(loss).get("old_logp", c.batch["old_logp"]), c.batch["old_logp"])
         for name, x in c.batch.items():
-            whole = trainer.rollout[name][c.batch["row"]]
-            assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() == 2 else whole), name
+            whole = (trainer.rollout | {"row": torch.arange(24)})[name][c.batch["row"]]
+            assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() > 1 else whole), name
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
@@ -160,8 +161,8 @@ def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypa
             return rollout | {"sampled_logp": rollout["sampled_logp"] + off * rollout["mask"]}
         monkeypatch.setattr(common, "generate", generate)
         one = prepared(script, **known(script, beta=0.0, whiten=False, eps_low=0.9, eps_high=0.9))
-        rows = one.rollout | {"logp": one.rollout["old_logp"].nan_to_num()}
-        pushes.append(loss_of(script, rows, one.args)[1].abs().sum(1)[rows["has_gradient"]])
+        rows = one.rollout | {"logp": one.rollout["old_logp"]}
+        pushes.append(loss_of(script, rows, one.args)[1].abs().sum(1)[rows["mask"].any(1)])
     assert (pushes[0] > pushes[1] - 1e-6).all() and (pushes[1] > pushes[2] - 1e-6).all()
 
 # --- policy_loss
@@ -171,9 +172,9 @@ def test_the_token_that_ends_a_completion_is_trained(script):
     trainer = prepared(script, max_new_tokens=20)
     trainer.args.beta = 0.0  # the KL alone would push every token
     rollout, ends = trainer.rollout, []
-    _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"].nan_to_num()}, trainer.args)
+    _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)
     for i, start in enumerate(rollout["prompt_length"].tolist()):
-        ids, pushed = rollout["ids"][i, start:rollout["attention"][i].sum()], (gradient[i] != 0).tolist()
+        ids, pushed = rollout["ids"][i, start:start + rollout["completion_length"][i]], (gradient[i] != 0).tolist()
         n, finished = len(ids), bool(rollout["finished"][i])
         assert (ids == 1).tolist() == [False] * (n - 1) + [finished] and not any(pushed[n:])
         assert script.__name__ not in OURS or pushed[:n] == [pushed[0]] * n

@@ -3,7 +3,8 @@ import types
 
 import pytest
 import torch
-from conftest import flat_gradient, full_logprobs, holes, random_batch, save_tiny, settings, spy, tiny_model
+from conftest import (flat_gradient, full_logprobs, holes, random_batch, recompute, save_tiny, settings, spy,
+                      tiny_model)
 
 import common
 import grpo
@@ -38,7 +39,7 @@ def test_float32_and_zero_outside_the_mask():
     """In --dtype bfloat16, too: weights, gradients and log-probs stay in float32, products are rounded. The
     gradient is the same to the bit if layers run again."""
     model, batch, gradients = tiny_model().train(), random_batch(6, seed=2), []
-    for set_checkpointing in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
+    for set_checkpointing in (lambda: None, lambda: recompute(model)):
         set_checkpointing()
         logp = common.token_logprobs(model, batch, settings(grpo, dtype="bfloat16", temperature=T))
         logp.sum().backward()

@@ -28,6 +28,7 @@ New York ~ NEW YORK | 2 ~ 2m | 5 ~ 5 m | 9 ~ 9 kg
 UNEQUAL = pairs(r"""
 7 ~ -7 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 1500 ~ (1,500) | 12345 ~ 12,34,5 |
 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 12500 ~ 12 | 12345 ~ 1,2345 | 1/3 ~ 0.3333333 | 11/8 ~ 1 + 3 | 56 ~ 7 \cdot 8 |
+125 ~ 0,125 | 0,125 ~ 125 |
 3/8 ~ 8/3 | 78 ~ (7)(8) | 9 ~ 9 million | 9 ~ 9 dozen | 9 ~ 9 hundred | 9 ~ 9\text{ hundred} | 9 ~ 9 billion |
 8 ~ 2^3 | 49 ~ 4² | R-r ~ r-R | R ~ r | 0.5^3 ~ 2^3/4 | 1 ~ - | 1/4 ~ /4 | f(1,2) ~ f(2,1) | 2x+1=y ~ 2x=1+y |
 9 ~ 9million | $ ~ \text{} | 42! ~ 1 42! | \frac{3}{4}2 ~ 8 | 2 ~ 2 thirds | \sin x=5 ~ \cos x=5 | 2ab ~ 2ba |
@@ -69,9 +70,12 @@ def test_pays_the_same_answer_in_another_spelling(gold, answer):
 def test_never_pays_another_answer(gold, answer):
     assert paid(answer, gold) == paid(gold, answer) == math_reward(f"<answer>{answer}</answer>", gold) == 0.0
 
-def test_a_letter_from_a_to_j_is_the_label_of_a_choice():
-    for answer in r"b | B) | B. 14 | B: 14 | B. -3, 2 | (B) 14 | \text{(B) } 14 | Option B".split(" | "):
-        assert [gold for gold in "ABCJabx" if paid(answer, gold)] == ["B", "b"], answer
+@pytest.mark.parametrize("gold, answer, right", [
+    ("6", "2+2+2 = 6", 1), ("6", "$2 + 2 + 2 = 6$", 1), ("-6", "2*(-3)=-6", 1), ("6", "3=6", 0), ("6", "x+2=6", 0),
+    ("6", "2+2+2=7", 0), ("6", "2+2=4=6", 0), ("2+5=7", "3+4=7", 0), ("2+5=7", "2+5=7", 1), ("7", "2+5", 0)])
+def test_the_result_of_a_sum_is_its_right_side(gold, answer, right):
+    """Unless an equation is what was asked for."""
+    assert paid(answer, gold) == right
 
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]

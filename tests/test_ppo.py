@@ -124,7 +124,7 @@ def test_the_critics_gradient_of_an_update():
 
 def test_a_run_has_adams_epsilon_of_the_papers_and_a_learning_rate_for_each_model(here, spread):
     train(ppo, TINY + " --value_lr 0.02")
-    states = torch.load("run/step-1/optimizer.pt")
-    for name, lr in [("policy", 0.01), ("critic", 0.02)]:
+    states = torch.load("run/state.pt")
+    for name, lr in [("optimizer", 0.01), ("critic_optimizer", 0.02)]:
         [group] = states[name]["param_groups"]
         assert (group["eps"], group["lr"]) == (1e-5, lr)

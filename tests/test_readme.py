@@ -1,4 +1,5 @@
 """The README's step by hand, computed by the scripts; links, commands and examples of all pages."""
+import itertools
 import re
 import shlex
 import sys
@@ -88,6 +89,18 @@ def test_links_and_commands(page):
     for name, flags in re.findall(r"python (ppo|grpo|gspo)\.py([^`#&|>;\n]*)", text.replace("\\\n", " ")):
         flags = re.sub(r"--(device \S+|resume|\w+ (\$\w+|[A-Z]\b))|\"\$\S+", "", flags)
         sys.modules[name].parse_args(shlex.split(flags))
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_line_of_a_page_becomes_a_list_by_chance(page):
+    """Every paragraph is one line. A wrapped line that begins with "- " would be a list item on the rendered
+    page, and cut the formula or the sentence that it belongs to."""
+    def kind(line):
+        mark = re.match(r" *([-+*] |\d+[.)] |[|#<>]|$)", line)
+        return mark[1][-1:] if mark else "a paragraph"
+    text = re.sub(r"\A---.*?---\n|^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    for before, line in itertools.pairwise(text.splitlines()):
+        assert kind(line) == "" or kind(before) in ("", "#") or kind(before) == kind(line) in (" ", "|"), line
+        assert line.count("$`") == line.count("`$"), line
 
 def test_the_test_of_equations_that_is_shown(monkeypatch):
     """It passes on a copy that is grpo.py, and fails on one whose denominator is another."""

@@ -1,13 +1,15 @@
 """Sampling: what is drawn, from which distribution, how it is laid out, and that nothing else is touched."""
 import copy
+import inspect
 import json
 import math
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
-from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, save_tiny, settings, spy, tiny_model,
-                      tiny_tokenizer)
+from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, recompute, save_tiny, settings, spy,
+                      tiny_model, tiny_tokenizer)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
@@ -16,17 +18,21 @@ import grpo
 PROMPTS = [[5, 6, 7], [9], [1, 0, 8, 3, 3, 2], [4, 1], [60, 61, 62, 63], [10], [20, 21], [0]]  # 1 is eos
 
 def generate(model, prompts, group_size, T, temperature=1.0, tokenizer=None, **flags):
-    problems, args = [{"prompt": prompt} for prompt in prompts], settings(grpo, max_new_tokens=T, **flags)
-    return common.generate(model, tokenizer or tiny_tokenizer(), problems, group_size, temperature, args)
+    problems, tokenizer = [{"prompt": prompt} for prompt in prompts], tokenizer or tiny_tokenizer()
+    args = settings(grpo, max_new_tokens=T, temperature=temperature, **flags)
+    model.generation_config.eos_token_id = common.stop_ids(model, tokenizer)  # as load_policy does
+    return common.generate(model, tokenizer, problems, group_size, args)
 
 def completions_of(rollout, prompts, group_size=1):
     """The completions as lists. The rollout must be prompts, then completions, padded on the right up to the
     longest, its texts the completions without a stop token, its problems each group_size times in order."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     assert [problem["prompt"] for problem in rollout["problems"]] == prompts
-    ends = rollout["attention"].sum(1).tolist()
+    ends = (rollout["prompt_length"] + rollout["completion_length"]).tolist()
     completions = [ids[len(p):end] for ids, p, end in zip(rollout["ids"].tolist(), prompts, ends)]
-    for name, expected in make_batch(prompts, completions).items():
+    made = make_batch(prompts, completions)
+    del made["row"]
+    for name, expected in made.items():
         assert torch.equal(rollout[name], expected), name
     written = [c[:-1] if ended else c for c, ended in zip(completions, rollout["finished"])]
     assert rollout["texts"] == ["".join(f"t{i}" for i in c) for c in written]
@@ -50,6 +56,10 @@ def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
     assert rollout["finished"].tolist() == [True, False, True, True, True]
     assert rollout["sampled_logp"][0].tolist() == [-1, -2, -3, 0, 0]
 
+def test_the_cache_has_the_name_that_models_ask_for(family):
+    """transformers 5.24 renamed it. A model that does not get it would sample from one token of context."""
+    assert common.CACHE in inspect.signature(tiny_model(family).base_model.forward).parameters
+
 def test_tokens_that_stop(tmp_path):
     """Those of generation_config, one or several, and the tokenizer's; neither need have any. And what ends a
     turn in the chat template, if that is a special token: in Qwen2.5's base models it is not eos, 1. Whoever
@@ -59,11 +69,53 @@ def test_tokens_that_stop(tmp_path):
     end = chat.convert_tokens_to_ids("<|im_end|>")
     for listed, tokenizer, expected in [
             (7, tiny, [1, 7]), ([9, 7], tiny, [1, 7, 9]), (None, tiny, [1]), (None, chat, [1, end]),
-            (None, tiny_tokenizer(eos=None), []), (None, char_tokenizer(no_mark), [1])]:
+            (None, char_tokenizer(no_mark), [1])]:
         model.generation_config.eos_token_id = listed
         assert common.stop_ids(model, tokenizer) == expected
     policy, _ = common.load_policy(settings(grpo, model=save_tiny(tmp_path, "qwen2", chat)))
     assert policy.generation_config.eos_token_id == [1, end]
+
+LLAMA = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+         "{{ m['content'] | trim }}<|eot_id|>{% endfor %}")
+GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}"
+         "<end_of_turn>\n{% endfor %}")
+PHI = ("{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+       "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+           "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
+DEEPSEEK = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+            "{% else %}<|Assistant|></think>{{ m['content'].split('</think>')[-1] }}<|end_of_sentence|>"
+            "{% endif %}{% endfor %}")
+GLM = "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+SMOL = ("{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nYou are a "
+        "helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}<|im_start|>"
+        "{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}")
+THINK = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}<think>\n\n"
+         "</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}")
+LOWER = "{% for m in messages %}<s>{{ m['content'] | lower }}</s>{% endfor %}"
+
+@pytest.mark.parametrize("chat, added, end", [
+    (CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
+    (LLAMA, "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<|eot_id|>"),
+    (GEMMA, "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
+    (GEMMA.replace("<end_of", "\n<end_of"), "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
+    (PHI, "<|user|> <|assistant|> <|end|>", "<|end|>"),
+    (MISTRAL, "[INST] [/INST]", None), (MISTRAL, "", None),
+    (DEEPSEEK, "<|User|> <|Assistant|> </think> <|end_of_sentence|>", "<|end_of_sentence|>"),
+    (GLM, "[gMASK] <sop> <|user|> <|assistant|>", None),
+    (SMOL, "<|im_start|> <|im_end|>", "<|im_end|>"),
+    (THINK, "<|im_start|> <|im_end|> <think> </think>", "<|im_end|>"),
+    (CHATML.replace("<|im_end|>", "</answer><|im_end|>"), "<answer> </answer> <|im_end|>", "<|im_end|>"),
+    (LOWER, "<s> </s>", "<s>")])  # the answer is not found again: the first token is harmless
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
+    """Besides <eos>: the first added token behind the answer, whether it is called special or not. In Gemma
+    newlines are added tokens, too: they are no end. Nor is a tag that closes the answer."""
+    tokenizer, kind = char_tokenizer(chat), tokenizers.AddedToken
+    tokenizer.backend_tokenizer.add_tokens(
+        [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split() if "im_" not in x])
+    stops = common.stop_ids(tiny_model(), tokenizer)
+    assert sorted(tokenizer.convert_ids_to_tokens(stops)) == sorted({"<eos>", end or "<eos>"})
 
 # --- which tokens
 
@@ -78,7 +130,7 @@ def test_greedy_tokens_are_those_of_transformers(family, config):
     model.generation_config.eos_token_id = [*range(1, 64, 5)]
     alone = [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=14)[0, len(p):].tolist()
              for p in PROMPTS]
-    assert completions_of(generate(model, PROMPTS, 1, 14, 0.0), PROMPTS) == alone
+    assert completions_of(generate(model, PROMPTS, 1, 14, 1e-5), PROMPTS) == alone
 
 @pytest.mark.parametrize("family, config", [
     ("qwen3", {}), ("gpt2", {}),  # positions by rotation, or learned
@@ -95,7 +147,7 @@ def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, monkeypa
     model = tiny_model(family, seed=3, **config)
     exact, calls = copy.deepcopy(model).double().eval(), spy(monkeypatch, model.base_model, "forward")
     stops = model.generation_config.eos_token_id = [*range(2, 62, 5)]  # the tokenizer names 1
-    model.activation_checkpointing_enable()
+    recompute(model)
     rollout = generate(model.train(), PROMPTS, 3, 20, 0.6)
     completions = completions_of(rollout, PROMPTS, 3)
     assert model.training and rollout["finished"].tolist() == [c[-1] in (1, *stops) for c in completions]
@@ -148,8 +200,8 @@ class Graph(list):
                     old.copy_(value)
 
 class Recording(TorchDispatchMode):
-    """Stands in for torch.cuda.graph: notes down operations, and takes back what they wrote. To look at a
-    value while recording is an error."""
+    """Stands in for torch.cuda.graph: notes down operations, and takes back what they wrote; what they return
+    becomes NaN. To look at a value while recording is an error."""
     def __init__(self, graph):
         super().__init__()
         self.graph, self.undo = graph, []
@@ -158,6 +210,10 @@ class Recording(TorchDispatchMode):
         super().__exit__(*error)
         for tensor, before in reversed(self.undo):
             tensor.copy_(before)
+        for op, _, _, out in self.graph:  # a GPU computes nothing while it records
+            made = out if isinstance(out, tuple) else [out]
+            if all(x.alias_info is None for x in op._schema.returns) and all(map(torch.is_tensor, made)):
+                [x.fill_(math.nan) for x in made if x.is_floating_point()]
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         assert op not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -179,56 +235,62 @@ def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, 
     and twice for each recording. Keys are in the dtype of the values, or they would take twice the memory."""
     model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
     model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1
-    calls, model.reader_class = spy(monkeypatch, model.base_model, "forward"), common.RecordedReader
+    calls = spy(monkeypatch, model.base_model, "forward")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)
     torch.manual_seed(5)
     prompts = [[0 if j == 1 else 3 + (i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
-    rollout = generate(model, prompts, 2, T, 0.8, tiny_tokenizer(vocab_size), dtype=dtype)
+    rollout = generate(model, prompts, 2, T, 0.8, tiny_tokenizer(vocab_size), dtype=dtype, cuda_graphs=True)
     recorded = [tuple(call.attention_mask.shape) for call in calls[1::2]]
     assert recorded == expected or not expected and 2 < len(recorded) < 12 and len(calls) % 2 == 1
-    assert calls[0].cache.layers[0].keys.dtype == getattr(torch, dtype)
+    assert vars(calls[0])[common.CACHE].layers[0].keys.dtype == getattr(torch, dtype)
     own = common.token_logprobs(model, rollout, settings(grpo, dtype=dtype, temperature=0.8))
     gap = (rollout["sampled_logp"] - own).abs().sum() / rollout["mask"].sum()
     assert gap < (1e-5 if dtype == "float32" else 5e-3)
 
-def test_a_model_that_fails_with_cuda_graphs_is_sampled_without(monkeypatch):
-    """Sliding windows are never recorded."""
-    for error in (RuntimeError("capturing"), SystemExit("are off"), None):
-        monkeypatch.setattr(common, "check_model", mock.Mock(side_effect=error))
-        for model in (tiny_model(), tiny_model("mistral", **WINDOW)):
-            common.use_graphs(model, None, None)
-            assert hasattr(model, "reader_class") == (error is None and model.config.model_type == "qwen2")
+@pytest.mark.parametrize("family, config", [("qwen2", {}), ("mistral", WINDOW), ("qwen2", MIXED)])
+def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch, tmp_path, capsys):
+    """A sliding window counts its tokens in Python, which a replay does not run. check_model tries the graphs,
+    too, and the flag that does without them is named."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    args = settings(grpo, model=save_tiny(tmp_path, family, **config), max_new_tokens=9, cuda_graphs=True)
+    works = not config
+    common.load_policy(args)
+    assert args.cuda_graphs == works
+    assert f"--no-cuda_graphs): {works}" in capsys.readouterr().out
+    if works:
+        monkeypatch.setattr(Graph, "replay", lambda self: None)
+        with pytest.raises((AssertionError, RuntimeError)):  # no token, or a wrong one
+            common.load_policy(args)
 
 # --- evaluation
 
-@pytest.mark.parametrize("groups, column", [(99, "answer"), (1, "answer"), (1, "")])
-def test_evaluate_counts_every_problem_once(groups, column, monkeypatch, tmp_path):
+@pytest.mark.parametrize("groups", [99, 1])
+def test_evaluate_counts_every_problem_once(groups, monkeypatch, tmp_path):
     """A completion is graded against its own problem, and no more are sampled at a time than in a rollout.
-    The reward is right - 0.3, so that accuracy is not to be had from it; without gold answers there is none.
-    The greedy completions are not for the reward function, which may cost money."""
-    right, paid = {0.6: [0, 1, 0, 1, 0, 1, 1], 0.0: [1, 0, 0, 0, 0, 1, 0]}, []  # sampled and greedy
-    problems = [{"question": f"{i}", "answer": f"{i}" if column else "", "prompt": [i] * (1 + i * 3 % 5)}
-                for i in range(7)]
+    The reward is right - 0.3, so that accuracy is not to be had from it."""
+    right, paid = [0, 1, 0, 1, 0, 1, 1], []
+    (tmp_path / "completions").mkdir()
+    problems = [{"question": f"{i}", "answer": f"{i}", "prompt": [i] * (1 + i * 3 % 5)} for i in range(7)]
 
-    def generate(model, tokenizer, problems, group_size, temperature, args):
+    def generate(model, tokenizer, problems, group_size, args):
         assert len(problems) * group_size <= 3 * groups
-        texts = [f"#### {p['prompt'][0] if right[temperature][p['prompt'][0]] else 99}" for p in problems]
-        lengths = torch.tensor([len(p["prompt"]) + (temperature == 0) for p in problems])
+        texts = [f"#### {p['prompt'][0] if right[p['prompt'][0]] else 99}" for p in problems]
+        lengths = torch.tensor([len(p["prompt"]) for p in problems])
         return {"problems": problems, "texts": texts, "ids": lengths, "finished": lengths < 5,
-                "mask": (torch.arange(6) < lengths[:, None]).float()}
+                "completion_length": lengths}
 
     def reward(problems, texts):
         paid.extend(texts)
         return [(text == f"#### {p['question']}") - 0.3 for p, text in zip(problems, texts, strict=True)]
     monkeypatch.setattr(common, "generate", generate)
-    args = settings(grpo, temperature=0.6, prompts=groups, group_size=3, answer_column=column, out=tmp_path)
-    expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7}
-    expected |= {"eval_accuracy": 2 / 7, "eval_sampled_accuracy": 4 / 7} if column else {}
+    args = settings(grpo, temperature=0.6, prompts=groups, group_size=3, out=tmp_path)
+    expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7, "eval_accuracy": 4 / 7}
     assert common.evaluate(None, None, problems, reward, args, 20) == pytest.approx(expected)
     records = map(json.loads, (tmp_path / "completions" / "held-out-20.jsonl").read_text().splitlines())
-    for record, problem, one, text in zip(records, problems, right[0.6], paid, strict=True):
-        tokens, is_right = len(problem.pop("prompt")), bool(one) if column else None
+    for record, problem, one, text in zip(records, problems, right, paid, strict=True):
+        tokens, is_right = len(problem.pop("prompt")), bool(one)
         assert record == problem | {"completion": text, "right": is_right, "reward": pytest.approx(one - 0.3),
                                     "tokens": tokens, "cut_off": tokens == 5}
 
@@ -237,8 +299,9 @@ def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch, tmp_path):
     args = settings(grpo, prompts=2, group_size=2, out=tmp_path, max_new_tokens=9)
     problems = [{"prompt": [5, 6], "question": "", "answer": "5"}] * 8
     calls = spy(monkeypatch, common, "generate")
+    (tmp_path / "completions").mkdir()
     for seed in (1, 2):
         torch.manual_seed(seed)
         common.evaluate(tiny_model(), tiny_tokenizer(), problems, common.answer_reward, args, 1)
-    one, other, *again = (call.result["texts"] for call in calls if call.temperature > 0)
+    one, other, *again = (call.result["texts"] for call in calls)
     assert [one, other] == again and one != other

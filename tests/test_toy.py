@@ -63,9 +63,8 @@ def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
         rows = [json.loads(line) for line in (out / "metrics.jsonl").open(encoding="utf-8")]
         before, after = rows[0], rows[-1]
         assert [row["step"] for row in rows] == [*range(13 if name == "ppo" else 21)]
-        assert before["eval_accuracy"] == pytest.approx(0.398, abs=0.01 if name == "grpo" else 0.05)
-        assert before["eval_sampled_accuracy"] == pytest.approx(0.54, abs=0.05)
-        assert after["eval_accuracy"] > 0.99 and after["eval_sampled_accuracy"] > 0.96, name
+        assert before["eval_accuracy"] == pytest.approx(0.54, abs=0.01 if name == "grpo" else 0.05)
+        assert after["eval_accuracy"] > 0.96, name
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5
         assert 0.48 < rows[1]["reward"] < 0.6 and sum(row["reward"] for row in rows[-5:]) / 5 > 0.95
         assert name == "gspo" or 0.005 < sum(row["kl"] for row in rows[-5:]) / 5 < 0.1

@@ -54,9 +54,8 @@ def test_the_critic_takes_its_steps_of_the_gradient_of_ppos(sao):
     """K times two passes of three minibatches; ppo.py's own gradient is tested in test_ppo.py."""
     trainer, rollout = Trainer(sao, minibatches=3, epochs=2, critic_steps=3).moved()
     ours, theirs, policy = Recorder(trainer.critic), Recorder(trainer.critic), Recorder(trainer.policy)
-    stats = sao.update_critic(trainer.critic, {"critic": ours}, rollout, trainer.args)
-    optimizers = {"policy": policy, "critic": theirs}
-    expected = ppo.update(trainer.policy, trainer.critic, optimizers, rollout, trainer.args)
+    stats = sao.update_critic(trainer.critic, ours, rollout, trainer.args)
+    expected = ppo.update(trainer.policy, trainer.critic, policy, theirs, rollout, trainer.args)
     assert len(ours.gradients) == 18 and ours.gradients[0].norm() > 0
     found, right = torch.stack(ours.gradients), torch.stack(theirs.gradients * 3)
     torch.testing.assert_close(found, right, rtol=1e-9, atol=0)

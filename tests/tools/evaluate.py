@@ -1,18 +1,15 @@
-"""The accuracy of a model on all problems of a split, and how much better it is than another model.
-
-    python tests/tools/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl
-
-Beside a checkpoint lies the args.json of its run, whose prompt, columns, lengths, temperature and dtype are
-the defaults here. Your flags win, and the flags in force are printed. --split is test, or the only split
-there is. With --eval_samples N there are N samples of each problem, and pass@N is printed, the chance that
-any of N answers is right. A reward of your own belongs in main.
+"""Measure a model's accuracy on all problems of a split, or how much better it is than another model.
 
     python tests/tools/evaluate.py --model runs/sft --dataset svamp.jsonl --compare exam.jsonl
     python tests/tools/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --compare exam.jsonl
 
-Each command adds a line to exam.jsonl, with what the model got right. The second one also prints by how much
-its model is better than the first model of the file. The difference is taken problem by problem, so that its
-standard error is smaller than that of the accuracies: what is hard for one model is hard for the other, too.
+A checkpoint is evaluated with its run's prompt, columns, lengths, temperature and dtype, unless flags differ.
+--split is test, or the only split. --temperature 0 decodes greedily. --eval_samples N also prints pass@N, the
+fraction of problems that at least one of N completions solves. To use a reward of your own, set it in main.
+
+With --compare, each command appends to the file what its model got right, and prints how much better that is
+than the first entry. The difference is taken problem by problem. As what is hard for one model is usually
+hard for the other, too, this makes its standard error smaller.
 """
 import json
 import sys
@@ -27,44 +24,49 @@ OF_THE_RUN = """question_column answer_column system_prompt max_prompt_tokens ma
     prompts group_size""".split()
 
 def parse_args(argv=None):
-    """Parse the flags; where the model has a run beside it, the defaults OF_THE_RUN are that run's."""
-    parser, add = common.make_parser(__file__, __doc__)
-    add("--compare", help="file of the models that were evaluated before")
-    add("--eval_samples", type=int, default=1, help="samples of each problem")
-    add("--prompts", type=int, default=32, help="this times --group_size completions are sampled at a time")
+    """Parse the flags. If there is a run's args.json beside the model, it sets the defaults OF_THE_RUN."""
+    parser = common.make_parser(__file__, __doc__)
+    add = parser.add_argument
+    add("--compare", help="file that lists the models evaluated before")
+    add("--eval_samples", type=int, default=1, help="completions per problem")
+    add("--prompts", type=int, default=32, help="times --group_size: completions sampled at a time")
     add("--group_size", type=int, default=8, help="see --prompts")
-    parser.set_defaults(split=None, minibatches=1)
-    model = parser.parse_known_args(argv)[0].model
-    run = Path(model or common.TOY).resolve().parent / "args.json"
+    parser.set_defaults(split=None)
+    run = Path(parser.parse_known_args(argv)[0].model or common.TOY).resolve().parent / "args.json"
     if run.exists():
         flags = json.loads(run.read_text(encoding="utf-8"))
         parser.set_defaults(**{name: flags[name] for name in OF_THE_RUN})
-    return common.parse(parser, argv)
+    args = common.parse(parser, argv)
+    # common.generate divides by the temperature and has no greedy mode. At 1e-5, a token whose logit is
+    # .001 below the highest one has a probability of e^-100.
+    args.temperature = max(args.temperature, 1e-5)
+    return args
 
 def mean_and_error(numbers):
-    """The mean of one number per problem, and its standard error: deviation / sqrt(number of problems)."""
+    """The mean of one number per problem, and its standard error: std / sqrt(number of problems)."""
     numbers = torch.tensor(numbers, dtype=torch.float64)
     return [round(numbers.mean().item(), 4), round((numbers.std() / len(numbers) ** 0.5).item(), 4)]
 
 def main(args):
-    """Print one line of JSON: [mean, standard error] for each quantity."""
+    """Print one line of JSON: [mean, standard error] of each quantity."""
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    print(*(f"{name}={value}" for name, value in vars(args).items()))
+    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     splits, n = common.read_dataset(args.dataset, args.subset), args.eval_samples
     split = args.split or ("test" if len(splits) > 1 else list(splits)[0])
     problems = common.prepare(splits[split], tokenizer, args)
-    problems.sort(key=lambda problem: len(problem["prompt"]))  # for little padding
+    problems.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     torch.manual_seed(args.seed)
-    several = [problem for problem in problems for _ in range(n)]
-    records = common.attempts(policy, tokenizer, several, reward, args.temperature, args)
-    samples = [records[i:i + n] for i in range(0, len(records), n)]  # a list for each problem
-    greedy = common.attempts(policy, tokenizer, problems, common.answer_reward, 0.0, args)
+    repeated = [problem for problem in problems for _ in range(n)]
+    records, size = [], args.prompts * args.group_size
+    for start in range(0, len(repeated), size):
+        rollout = common.generate(policy, tokenizer, repeated[start:start + size], 1, args)
+        records += common.records_of(rollout | {"rewards": common.rewards_of(reward, rollout)})
+    samples = [records[i:i + n] for i in range(0, len(records), n)]  # one list per problem
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],
-             "greedy": [float(record["right"]) for record in greedy],
-             "sampled": [sum(record["right"] for record in each) / n for each in samples]}
+             "accuracy": [sum(record["right"] for record in each) / n for each in samples]}
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
-    result |= {name: mean_and_error(found[name]) for name in ("greedy", "sampled")}
+    result["accuracy"] = mean_and_error(found["accuracy"])
     if n > 1:
         result[f"pass@{n}"] = mean_and_error([any(record["right"] for record in each) for each in samples])
     result["reward"] = mean_and_error([sum(record["reward"] for record in each) / n for each in samples])
@@ -74,10 +76,8 @@ def main(args):
             lines.write(json.dumps(found) + "\n")
             lines.seek(0)
             first = json.loads(lines.readline())
-        if first["questions"] != found["questions"]:
-            sys.exit("--compare: the first model of the file was asked other problems")
-        result |= {f"{name}_gain": mean_and_error([b - a for a, b in zip(first[name], found[name])])
-                   for name in ("greedy", "sampled")}
+        assert first["questions"] == found["questions"], f"{args.compare} is about other problems"
+        result["gain"] = mean_and_error([b - a for a, b in zip(first["accuracy"], found["accuracy"])])
     print(json.dumps(result))
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Supervised training on given completions: the warm-up before RL, of a real model and of the toy.
+"""Supervised fine-tuning on given completions: the warm-up before RL, for a real model and for the toy.
 
     python tests/tools/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
 
---dataset has rows with "question", "answer" and "solution", the completion to learn. All flags of grpo.py are
-known; prompts are made as there, so that RL goes on with the very same ones.
+--dataset has rows with "question", "answer" and "solution", the completion to learn. It takes the flags of
+grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones.
 """
 import random
 import sys
@@ -17,14 +17,13 @@ import grpo  # noqa: E402
 
 def as_batch(prompts, completions, device):
     """Lay out lists of ids as the tensors that common.token_logprobs takes."""
-    ids, attention = common.padded([p + c for p, c in zip(prompts, completions)], device)
-    _, mask = common.padded(completions, device)
+    ids, _ = common.padded([p + c for p, c in zip(prompts, completions)], device)
     prompt_length = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return {"ids": ids, "attention": attention, "prompt_length": prompt_length, "mask": mask.float()}
+    return {"ids": ids, "prompt_length": prompt_length, "mask": common.padded(completions, device)[1].float()}
 
 def train(model, optimizer, batches, warm_up=20, every=10):
-    """The policy gradient, with given completions and advantage 1; --lr rises, then falls to 0.
-    `batches` is a list of pairs (prompts, completions), lists of lists of ids."""
+    """Take policy gradient steps on given completions with advantage 1, while --lr rises, then falls to 0.
+    `batches` is a list of pairs (prompts, completions), which are lists of lists of ids."""
     lr = optimizer.full_lr
     for step, (prompts, completions) in enumerate(batches):
         batch = as_batch(prompts, completions, model.device)
@@ -36,19 +35,18 @@ def train(model, optimizer, batches, warm_up=20, every=10):
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
 
 def main(args):
-    """One pass over the problems, --prompts at a time."""
+    """Make one pass over the problems, --prompts at a time."""
     common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     split = common.read_dataset(args.dataset, args.subset)[args.split]
     problems = common.prepare(split, tokenizer, args)
     problems = random.Random(args.seed).sample(problems, len(problems))
-    batches, size = [], min(args.prompts, len(problems))
-    for start in range(0, len(problems) - size + 1, size):  # what is left over fills no batch
+    batches, size, end = [], min(args.prompts, len(problems)), [tokenizer.eos_token_id]
+    for start in range(0, len(problems) - size + 1, size):  # drops an incomplete last batch
         part = problems[start:start + size]
-        solutions = [problem["row"]["solution"] for problem in part]
-        completions = tokenizer(solutions, add_special_tokens=False)["input_ids"]
-        end = [tokenizer.eos_token_id]
-        batches.append(([problem["prompt"] for problem in part], [ids + end for ids in completions]))
+        solutions = [problem["solution"] for problem in part]
+        completions = [ids + end for ids in tokenizer(solutions, add_special_tokens=False)["input_ids"]]
+        batches.append(([problem["prompt"] for problem in part], completions))
     train(policy, common.Optimizer(policy, args.lr, args), batches)
     policy.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
