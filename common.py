@@ -8,8 +8,8 @@ There is no vLLM, no multi-GPU, no retrying. We check only for what would fail s
 that is not what you asked for, wrong rewards, lost work.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
-T in the longest completion, C in the longest row (prompt plus completion); M tokens whose mask is
-1; K tokens in the vocabulary; H the hidden size. A part of a rollout has its own N, T and C.
+T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
+tokens in the vocabulary; H the hidden size. A minibatch or micro-batch has its own N, T and C.
 
 A rollout is a dict:
     problems           a list of N problems: the one that each row answers
@@ -18,8 +18,8 @@ A rollout is a dict:
     prompt_length      (N,)    token t of a completion is in column prompt_length + t of ids
     completion_length  (N,)    its number of tokens, including the stop token
     finished           (N,)    True where a stop token ended the completion
-    mask               (N, T)  1.0 on the tokens to train on: the whole completion, until you set
-                               some to 0. Those stay in the context; a row of 0 is not computed
+    mask               (N, T)  1.0 on the tokens to train on, at first the whole completion. Tokens
+                               that you set to 0 stay in the context; a row of zeros is skipped
     sampled_logp       (N, T)  log pi of each token, as the sampler computed it
 The scripts add rewards (N,); old_logp, ref_logp, old_values, returns (N, T); adv (N, 1) or (N, T).
 """
@@ -47,9 +47,9 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
     """Sample group_size completions for each of P problems: a rollout. transformers' generate would
-    apply the model's own top_k, read prompts group_size times, and keep computing finished rows."""
+    use the model's own top_k, prefill a prompt group_size times, and keep running finished rows."""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
-    model.eval()  # in training mode, gradient checkpointing turns the cache off
+    model.eval()  # before transformers 5.24, train() with gradient checkpointing disabled the cache
     sampler = Recorded(model) if args.cuda_graphs else model  # see section CUDA graphs
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
     with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
@@ -62,12 +62,12 @@ def generate(model, tokenizer, problems, group_size, args):
     mask = mask[:, :lengths.max()].float()  # (N, T)
     completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     # Leave out the stop token, but keep other special tokens: they may mark the answer.
-    texts = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
+    kept = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
     problems = [problem for problem in problems for _ in range(group_size)]
     ids, _ = padded([p["prompt"] + c for p, c in zip(problems, completions)], model.device)
     return {
         "problems": problems,
-        "texts": tokenizer.batch_decode(texts),
+        "texts": tokenizer.batch_decode(kept),
         "ids": ids,
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
         "completion_length": lengths,
@@ -88,7 +88,7 @@ def sample(model, prompts, group_size, stop, args):
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(tokens.shape, device=model.device)
     for t in tqdm(range(args.max_new_tokens), "sampling", leave=False, disable=None, delay=2):
-        # Read the prompts first; after that, the token drawn in the previous step.
+        # First the prompts, then the tokens just drawn. CACHE, below, is the name of the argument.
         hidden = model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
             use_cache=True, **{CACHE: cache}).last_hidden_state[:, -1]  # (P, H), then (n, H)
@@ -101,22 +101,22 @@ def sample(model, prompts, group_size, stop, args):
 
         # Not at every token, because counting makes the CPU wait for the GPU.
         if t % 4 == 0 and running.sum() < len(running) / 2:
-            left = running.nonzero().squeeze(1)
-            if len(left) == 0:
+            kept = running.nonzero().squeeze(1)
+            if len(kept) == 0:
                 break
-            cache.reorder_cache(left)
-            active, running, token = active[left], running[left], token[left]
-            attention, positions = attention[left], positions[left]
+            cache.reorder_cache(kept)
+            active, running, token = active[kept], running[kept], token[kept]
+            attention, positions = attention[kept], positions[kept]
         ids, positions = token[:, None], positions[:, -1:] + 1  # both (n, 1)
         attention = pad(attention, (0, 1), value=1)
     return tokens, sampled_logp
 
-# What models call the argument: transformers 5.24 renamed it, and older ones would ignore "cache".
+# The cache argument of models: transformers 5.24 renamed it, and older versions ignore "cache".
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
 class Cache(transformers.DynamicCache):
-    """A KV cache with keys in the dtype of the values: autocast makes rotated keys float32."""
+    """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
@@ -125,7 +125,7 @@ def draw(logits, temperature):
     log pi (n,). Inverts the cumulative distribution with one random number per row, where
     torch.multinomial would draw K."""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
-    # searchsorted needs sums that never decrease; on a GPU, float32 sums may, due to rounding.
+    # searchsorted needs sums that never decrease; on a GPU, float32 rounding would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # The last sum may not be exactly 1, so scale u by it. As u > 0, no id with pi = 0 is drawn.
     u = 1 - torch.rand(len(logits), 1, device=logits.device)
@@ -133,7 +133,7 @@ def draw(logits, temperature):
     return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
 def padded(rows, device, side="right"):
-    """Pad lists of ids into a tensor, (rows, longest). Returns it and a mask of the real tokens."""
+    """Pad lists of ids. Returns the padded ids and a mask of real tokens, both (rows, longest)."""
     rows = [torch.tensor(row, device=device) for row in rows]
     real = [torch.ones_like(row) for row in rows]
     return [pad_sequence(x, batch_first=True, padding_side=side) for x in (rows, real)]
@@ -160,7 +160,7 @@ def token_logprobs(model, batch, args):
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
 def completion_states(model, batch, args):
-    """Run the body of the model. For the M tokens whose mask is 1, return:
+    """Run the model's backbone. For the M tokens whose mask is 1, return:
         index   two (M,): their positions in (N, T)
         hidden  (M, H): the hidden states one column to the left, which predict them
         target  (M,): their ids
@@ -169,11 +169,11 @@ def completion_states(model, batch, args):
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
     with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32",
-                        cache_enabled=False):  # don't cache bfloat16 weights: each is used once
+                        cache_enabled=False):  # each bfloat16 copy serves one pass: don't keep it
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]
 
-CHUNK = 2 ** 26  # logits (tokens x K) that training computes at a time: .27 GB in float32
+CHUNK = 2 ** 26  # logits (tokens x K) per chunk in training: .27 GB in float32
 
 def chunked_logprobs(model, hidden, target, temperature):
     """Compute log softmax(logits / temperature)[target], (M, H) and (M,) -> (M,), a chunk of
@@ -199,8 +199,8 @@ def head_logits(model, hidden):
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
     """Split the tensors of a rollout into `count` parts of about equal size, and add "row", (N,):
-    which rows these are. Groups stay together, so that the advantages in each of GRPO's optimizer
-    steps sum to 0. Nothing is shuffled: every epoch, and over_batches, split it in the same way."""
+    the index of each row. Groups stay together, so that GRPO's advantages sum to 0 in each step of
+    the optimizer. Nothing is shuffled: all epochs, and over_batches, see the same parts."""
     tensors = {name: value for name, value in rollout.items() if torch.is_tensor(value)}
     tensors["row"] = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for rows in tensors["row"].view(-1, group_size).tensor_split(count):
@@ -225,7 +225,7 @@ def micro_batches(batch, tokens):
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update: in any others, bfloat16 would round differently, and the first ratio would not be 1."""
+    update: in others, bfloat16 would round differently, and w would not be 1 in the first step."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -234,8 +234,8 @@ def over_batches(function, model, rollout, args):
 
 # ---- Optimizer ----
 class Optimizer(torch.optim.AdamW):
-    """AdamW with learning-rate warm-up and gradient-norm clipping. Weights are float32: with the 8
-    bits of bfloat16, a weight of .02 that moves by --lr 1e-6 would round back to where it was."""
+    """AdamW with learning-rate warmup and gradient-norm clipping. Weights are float32: with the 8
+    significant bits of bfloat16, a weight of .02 that moves by 1e-6 would round back."""
     def __init__(self, model, lr, args, eps=1e-8):
         # PyTorch's default for the second beta, .999, would average over about 1000 steps.
         super().__init__(model.parameters(), lr, (0.9, 0.95), eps, weight_decay=0.0, fused=True)
@@ -243,9 +243,9 @@ class Optimizer(torch.optim.AdamW):
         self.param_groups[0]["steps"] = 0  # in the group, so that state_dict saves it
 
     def clip_and_step(self, prefix=""):
-        """Clip the gradient, take a step, zero the gradient. The step is skipped if the gradient is
-        not finite, or if it is 0, since then only momentum would move the weights. Returns
-        statistics for `means`, with names that start with `prefix`."""
+        """Clip the gradient, take a step, zero the gradient. No step is taken if the gradient is
+        not finite (logged as "skipped") or 0 ("zero_gradient"), where only momentum would move the
+        weights. Returns statistics for `means`, with names that start with `prefix`."""
         group = self.param_groups[0]
         norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -268,8 +268,8 @@ def means(logged):
     return {name: float(total / count) for name, (total, count) in totals.items()}
 
 def rollout_stats(rollout, group_size):
-    """Compute the logged statistics of a rollout, a dict of numbers. sampling_logp_difference, the
-    root mean square over tokens between training pass and sampler, should be only rounding."""
+    """Compute the logged statistics of a rollout. entropy is the mean -log pi of sampled tokens.
+    sampling_logp_difference, the RMS of training minus sampling log-probs, should be rounding."""
     groups, lengths = rollout["rewards"].view(-1, group_size), rollout["completion_length"]
     trained = rollout["mask"] > 0  # (N, T)
     difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
@@ -281,15 +281,15 @@ def rollout_stats(rollout, group_size):
         "sampling_logp_difference": difference.square().mean().sqrt()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # k3, whatever --kl is
+    if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
         log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
         stats["kl"] = (log_x.expm1() - log_x).mean()
-    return {name: value.item() for name, value in stats.items() if not value.isnan()}
+    return {k: v.item() for k, v in stats.items() if not v.isnan()}  # nan: no token is trained on
 
 # ---- Evaluation ----
 def evaluate(policy, tokenizer, problems, reward, args, step):
     """Sample one completion per held-out problem, as in training. Returns mean reward, mean length
-    and, if there are gold answers, accuracy: the fraction of right ones, whatever is rewarded."""
+    and, if there are gold answers, accuracy: the fraction graded right, whatever the reward is."""
     torch.manual_seed(args.seed)  # the same seed in every evaluation
     records, size = [], args.prompts * args.group_size
     for start in range(0, len(problems), size):
@@ -304,7 +304,7 @@ def evaluate(policy, tokenizer, problems, reward, args, step):
             for name, column in names.items() if column != "right" or args.answer_column}
 
 def records_of(rollout):
-    """List the completions of a rollout as dicts, each of them a line of a file in completions/."""
+    """Turn the completions of a rollout into dicts, one per line of a file in completions/."""
     columns = zip(rollout["problems"], rollout["texts"], rollout["rewards"].tolist(),
                   rollout["completion_length"].tolist(), rollout["finished"].tolist())
     return [{"question": problem["question"], "answer": problem["answer"], "completion": text,
@@ -325,28 +325,28 @@ def load_policy(args, adapt=lambda policy, args: None):
     text = config.get_text_config()
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            setattr(text, name, 0.0)  # random activations would move the ratio away from 1
+            setattr(text, name, 0.0)  # dropout and router jitter would move the ratio away from 1
     room = getattr(text, "max_position_embeddings", None) or math.inf
     assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model has {room} positions"
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
-    # This class uses tokenizer.json as it is. AutoTokenizer replaces parts of some.
+    # This class uses tokenizer.json as it is. For some models, AutoTokenizer replaces parts of it.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.model)
     policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
-    policy.generation_config.do_sample = True  # or a temperature there could not be saved
+    policy.generation_config.do_sample = True  # else saving a config with a temperature fails
     adapt(policy, args)
     policy.to(args.device).train()  # gradient checkpointing works only in training mode
     if args.gradient_checkpointing:
-        # Newer transformers call it by the first name, and warn of the second.
+        # Newer versions of transformers use the first name and deprecate the second.
         getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
     if args.cuda_graphs:
         args.cuda_graphs = all(type(layer) is DynamicLayer for layer in Cache(config=config).layers)
         print(f"CUDA graphs (never for sliding windows; see --no-cuda_graphs): {args.cuda_graphs}")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a slow plan for every new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # check_model needs full precision
     check_model(policy, tokenizer, args)
     if args.dtype != "float32":
-        # From here on, the float32 head multiplies in TF32; check_model needs full precision. TF32
-        # does not round positions: since transformers 5.19, rotary embeddings multiply elementwise.
+        # For the LM head. Positions stay exact: since transformers 5.19, RoPE is not a matmul.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     return policy, tokenizer
 
@@ -359,7 +359,7 @@ def stop_ids(model, tokenizer):
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        # Added tokens that end nothing: newlines (in Gemma), and tags such as </answer>.
+        # Leave out added tokens that end no turn: newlines (in Gemma), tags such as </answer>.
         added = {i: str(token).strip() for i, token in tokenizer.added_tokens_decoder.items()}
         stops |= set([i for i in ids if added.get(i, "") and not added[i].startswith("</")][:1])
     assert stops, "neither model nor tokenizer names a token that ends a completion"
@@ -368,8 +368,8 @@ def stop_ids(model, tokenizer):
 @torch.no_grad()
 def check_model(model, tokenizer, args):
     """Stop if the log-probs of the sampler or the training pass differ from those of the model's
-    own forward pass by more than rounding: the model may scale its logits, training may be random,
-    or the cache may not fit the model. We try a long row and a short one."""
+    own forward pass by more than rounding: the model may scale its logits, dropout may be on, or
+    the cache may not fit the model. We try a long row and a short one."""
     longest = max(3, args.max_prompt_tokens + args.max_new_tokens - 4)
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (longest, 3)]
@@ -393,8 +393,8 @@ def load_problems(args, tokenizer):
     """Load the training and held-out problems, which are the same for every --seed."""
     splits = read_dataset(args.dataset, args.subset)
     if len(splits) == 1:  # a file, for example
-        [rows] = splits.values()
-        # Hold out a fifth. Each question seeds its own draw, so duplicates end up in the same part.
+        rows = splits[args.split]
+        # Hold out about a fifth. Each question seeds its own draw, so duplicates stay together.
         draws = [random.Random(str(question)).random() for question in rows[args.question_column]]
         held_out = rows.select([i for i, x in enumerate(draws) if x < 0.2])
         rows = rows.select([i for i, x in enumerate(draws) if x >= 0.2])
@@ -420,12 +420,12 @@ def read_dataset(source, subset=None):
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
-    """Turn rows into problems: dicts with "question" and "answer" as strings, "prompt" as ids, and
-    all other columns. A question is a string, or a chat that ends with the user's message. Rows
-    that cannot be used are dropped."""
+    """Turn rows into problems: dicts with "question" as a string, "prompt" as ids, "answer" (always
+    a string with --answer_column), and all other columns. In a row, a question is a string, or a
+    chat that ends with the user's message. Rows that cannot be used are dropped."""
     problems = []
     for row in split.to_list():
-        # An empty cell, or NaN, is an empty string.
+        # Turn empty cells and NaN into empty strings.
         row = {name: "" if cell is None or cell != cell else cell for name, cell in row.items()}
         chat = row[args.question_column]
         if not isinstance(chat, list):
@@ -487,31 +487,31 @@ def make_parser(file, doc):
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; a fifth if there is one split")
+    add("--eval_split", default="test", help="split to evaluate on; of a lone split, a fifth")
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
-    add("--system_prompt", default=INSTRUCTION, help="for chats that have none of their own")
+    add("--system_prompt", default=INSTRUCTION, help="used unless a chat brings its own")
     add("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped")
     add("--max_new_tokens", type=int, default=1024, help="maximum length of a completion")
     add("--temperature", type=float, default=1.0, help="for both sampling and log-probs")
     add("--micro_batch_tokens", type=int, default=8192 if cuda else 1536,
-        help="maximum number of tokens, with padding, per forward and backward pass")
-    add("--warmup_steps", type=int, default=20, help="optimizer steps to reach the full --lr")
+        help="maximum number of tokens, including padding, per forward and backward pass")
+    add("--warmup_steps", type=int, default=20, help="optimizer steps of linear warmup to --lr")
     add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
         help="recompute activations: a third more compute, far less memory")
     add("--cuda_graphs", action=argparse.BooleanOptionalAction, default=True, help="for sampling")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="cuda: a GPU")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="CPU or GPU")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if bfloat16 else "float32",
-        help="for matrix products; weights are float32")
+        help="for matrix products, except in the LM head; weights are float32")
     add("--steps", type=int, default=200, help="number of steps, with one rollout each")
     add("--seed", type=int, default=0, help="seed for sampling and for the order of problems")
     # With microseconds, so that runs started together don't share a directory.
     add("--out", default=f"runs/{Path(file).stem}-{datetime.now():%m%d-%H%M%S-%f}",
         help="output directory")
-    add("--resume", action="store_true", help="continue the run in --out, with its flags")
+    add("--resume", action="store_true", help="continue the run in --out; new flags override it")
     add("--eval_every", type=int, default=20, help="steps between evaluations")
-    add("--eval_problems", type=int, default=512, help="number of held-out problems")
+    add("--eval_problems", type=int, default=512, help="maximum number of held-out problems")
     add("--save_every", type=int, default=20, help="steps between checkpoints")
     return parser
 
@@ -535,22 +535,22 @@ def parse(parser, argv, **toy_settings):
 def start_run(args):
     """Print the flags, and set up the process."""
     assert args.resume or not Path(args.out).exists(), f"--out exists: {args.out}"
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")  # one odd character must not end a run
     print(*(f"{name}={value}" for name, value in vars(args).items()))
     transformers.utils.logging.disable_progress_bar()
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")  # one odd character must not end a run
     if args.model == TOY:
         torch.set_num_threads(1)  # so that floating-point sums don't depend on the core count
 
 def open_run(args, tokenizer, policy, parts):
-    """Make --out and save step 0 there, so that what cannot be saved fails now. With --resume,
-    restore the checkpoint that state.pt belongs to instead. Returns the step. Kills are safe."""
+    """Make --out and save step 0 there, so that what cannot be saved fails now. With --resume, load
+    the last complete checkpoint instead. Returns its step. Once step 0 is saved, kills are safe."""
     out, step = Path(args.out), 0
     if args.resume:
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         step = state["step"]
         model = type(policy).from_pretrained(out / f"step-{step}", dtype=torch.float32)
-        policy.load_state_dict(model.state_dict())  # in place: the optimizer has these tensors
+        policy.load_state_dict(model.state_dict())  # in place: the optimizer holds these tensors
         for name, part in parts.items():
             part.load_state_dict(state[name])
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
@@ -563,8 +563,8 @@ def open_run(args, tokenizer, policy, parts):
 
 def save_checkpoint(out, step, tokenizer, policy, parts):
     """Save the policy in step-N, and everything else that a resumed run needs in state.pt: `parts`,
-    {name: part}, are optimizers and other models. Every policy is kept. state.pt stores its step,
-    and only a complete one replaces it, so that a kill at any moment leaves a valid checkpoint."""
+    {name: part}, are optimizers and other models. All policies are kept, but only one state.pt. It
+    is replaced once the new one is complete, so that a kill always leaves a valid checkpoint."""
     policy.save_pretrained(Path(out, f"step-{step}"))
     tokenizer.save_pretrained(Path(out, f"step-{step}"))
     state = {"step": step, "metrics": Path(out, "metrics.jsonl").read_text()}
@@ -588,11 +588,11 @@ def log(args, step, stats, rollout=None):
             print("warning: all rewards in this rollout are equal")
 
 # ---- CUDA graphs ----
-# By our count (not timed), Python takes longer to launch a token's kernels than a GPU to run them.
-# A CUDA graph records these kernels and launches them all at once. It always runs on the same
-# tensors, so the cache needs spare columns: it cannot grow.
+# We estimate (but did not time) that Python takes longer to launch the kernels of one token than a
+# GPU takes to run them. A CUDA graph records these kernels and launches them all at once. It always
+# runs on the same tensors, so the cache, which then cannot grow, needs spare columns.
 class Recorded:
-    """Stands in for a model in `sample`: reads prompts as it does, and replays a graph per token."""
+    """Replaces the model in `sample`: runs it on the prompts, then replays one graph per token."""
     rows = room = 0  # rows in the recording, and columns in its cache
 
     def __init__(self, model):
@@ -602,7 +602,7 @@ class Recorded:
         return getattr(self.model, name)
 
     def base_model(self, input_ids, attention_mask, position_ids, **rest):
-        """Read ids (n, s) into the cache in `rest`. Returns what the model's body does."""
+        """Run ids (n, s) through the backbone and into the cache in `rest`. Returns its output."""
         def read(ids, attention, positions):
             return self.model.base_model(
                 input_ids=ids, attention_mask=attention, position_ids=positions, **rest)
@@ -611,7 +611,7 @@ class Recorded:
         rows, width = attention_mask.shape
         replay = rows == self.rows and width <= self.room
         if not replay:
-            # First token, rows dropped or cache full: record, with about 200 spare columns.
+            # First token, rows dropped or cache full: record anew, with 193 to 256 spare columns.
             self.rows, self.room = rows, (width // 64 + 4) * 64
         given = input_ids, pad(attention_mask, (0, self.room - width)), position_ids
         if replay:
@@ -624,7 +624,7 @@ class Recorded:
             layers[i] = StaticLayer(self.room)
             layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
         self.inputs, self.graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
-        # This call does the reading. It is not recorded, as libraries may allocate on a first call.
+        # Run the token once unrecorded, because libraries may allocate memory on their first call.
         output = read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels without running them
             self.output = read(*self.inputs)
@@ -666,10 +666,10 @@ SPELLINGS = [
 ]
 
 def extract_answer(text):
-    r"""Find the marked answer in a completion. Returns None if there is no mark, or if it is not
-    closed, empty or too long. If there is an <answer>, look only inside the last one. Take the last
-    \boxed{...} or the line after the last ####, whichever comes later. If there is neither, take
-    the whole <answer>."""
+    r"""Find the marked answer in a completion. Returns None if there is no mark, or if the answer
+    is empty, too long or never closed. If there is an <answer>, look only inside the last one. Take
+    the last \boxed{...} or the first line of text after the last ####, whichever comes later. If
+    there is neither, take the whole <answer>."""
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text, closed, _ = inside.partition("</answer>")
@@ -699,14 +699,14 @@ def canonical(text):
     """Rewrite an answer so that equal answers become the same string: '2, x-0.5' -> '-1/2+x,2'."""
     for pattern, replacement in SPELLINGS:
         text = " ".join(re.sub(pattern, replacement, text).split())
-    # Sorting would break these, dates included. So (0.5, 1) does not equal (1/2, 1).
+    # Sorting would break these and dates, so leave them as they are: (0.5, 1) is not (1/2, 1).
     if re.search(r"[\[\](){}<>=|]|[\^/]-|\d{4}-\d\d-\d\d", text):
         return text
     sums = [re.findall("-[^-+]*|[^-+]+", item) for item in re.findall("[^,]+", text)]
     return ",".join(sorted("+".join(sorted(map(exact, terms))) for terms in sums))
 
 def exact(term):
-    """Write 1 3/8, 3/8, 0.5, .5 or 5 as an exact fraction, '-1 3/8' -> '-11/8'. Leave others."""
+    """Write 1 3/8, 3/8, 0.5, .5 or 5 as an exact fraction: '-1 3/8' -> '-11/8'. Keep the rest."""
     if not re.fullmatch(r"-?((\d+ )?\d+/[1-9]\d*|\d*\.?\d+)", term, re.ASCII):
         return term
     value = sum(map(Fraction, term.removeprefix("-").split()))

@@ -1,10 +1,10 @@
 """GRPO: group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300).
 
 pi is the model being trained, pi_old is the same model as it was when it sampled, and pi_ref is a
-frozen copy of the model that training started from. For each question q, sample from pi_old
-a group of G completions o_1 ... o_G, give each one a reward r_i, and maximize J:
+frozen copy of the model that training started from. For each of P questions q, sample from pi_old
+a group of G completions. Number all N = P*G of them by i, reward o_i with r_i, and maximize J:
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group; shared by all its tokens    (1)
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)    over o_i's group; same for every token of o_i (1)
     w_it  = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                                      (2)
     J     = 1/N sum_i 1/|o_i| sum_t { min(w_it A_i, clip(w_it, 1 - eps_low, 1 + eps_high) A_i)
                                       - beta KL_it }                                           (3)
@@ -12,17 +12,17 @@ a group of G completions o_1 ... o_G, give each one a reward r_i, and maximize J
 
 (4) is the k3 estimator (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
 samples from pi is KL(pi || pi_ref). But backward does not differentiate through the sampling, so
-its expected gradient is that of KL(pi_ref || pi). With --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556),
-KL_it is k3 times w_it; its expected gradient, over samples from pi_old, is that of
-KL(pi || pi_ref). tests/results/README.md derives both.
+its expected gradient is that of KL(pi_ref || pi) while pi = pi_old, and later that of neither KL.
+--kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it; its expected gradient, over
+samples from pi_old, is always that of KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
-0. DeepSeekMath takes one step per rollout, so w is 1; we take four, with its --beta and --lr.
+0. DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its --beta.
 
     python grpo.py                                                                          # laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
 
-The GB are GPU memory, measured under emulation (tests/manual/README.md); we had no GPU.
+The GPU sizes are from emulated memory use (tests/manual/README.md); we had no GPU.
 
 Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
@@ -34,50 +34,50 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and the shared ones (common.make_parser)."""
+    """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument
-    add("--prompts", type=int, default=32, help="P, prompts per step; more reduce gradient noise")
+    add("--prompts", type=int, default=32, help="P, prompts per step; more give less variance")
     add("--group_size", type=int, default=8, help="G, completions per prompt; usually 8 to 64")
     add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
     add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
     add("--beta", type=float, default=0.04,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")
-    add("--ref_every", type=int, help="copy pi to pi_ref every so many steps")
+    add("--ref_every", type=int, help="number of steps between copies of pi to pi_ref")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
     add("--epochs", type=int, default=1, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=int, default=4,
-        help="optimizer steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clipping")
-    args = common.parse(parser, argv, lr=5e-4)  # this lr is for the toy
+        help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
+    args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is the paper's
     if args.group_size < 2:
-        parser.error("--group_size: a lone completion has nothing to be compared with")
+        parser.error("--group_size must be at least 2: the group's mean is the baseline")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
         parser.error("--kl wk3 and --ref_every need a KL: set --beta above 0")
     return args
 
 def group_advantages(rewards, group_size):
-    """Compute equation (1): rewards (N,), group after group -> advantages (N,), which sum to 0 in
-    each group. The 1e-4 is our guard against a tiny std. The papers don't say which std they mean;
-    ours divides by G - 1. Equal rewards get A = 0, because r - mean(r) may be rounding noise."""
+    """Compute equation (1): rewards (N,), one group after another -> advantages (N,), which sum to
+    0 in each group. The 1e-4 is our guard against a tiny std. The papers don't say which std they
+    use; ours divides by G - 1. Equal rewards get A = 0: r - mean(r) may be off by rounding."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
     return adv.masked_fill(equal, 0.0).view(-1)
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl):
-    """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
-    It is a sum over rows, so that the losses of micro-batches add up; update divides it by N. adv
-    is (N, T) or (N, 1), everything else (N, T). Log-ratios are clamped at 20 to keep exp finite.
-    Returns the scalar loss and statistics, which are (sum, count) pairs."""
+    """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t ... . The
+    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. adv is (N, T)
+    or (N, 1), the other tensors (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns
+    the scalar loss and statistics, which are (sum, count) pairs."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
     # Why the min: for A > 0 there is nothing left to gain once the ratio exceeds 1 + eps_high, and
     # for A < 0 once it falls below 1 - eps_low, so the gradient there is 0. On the other side the
-    # min takes the unclipped term, so that a step in the wrong direction can be undone (unless the
-    # ratio is above e^20, where the clamp stops the gradient).
+    # min takes the unclipped term, so that a step in the wrong direction can be undone, at least
+    # while the ratio is below e^20, where we clamp it.
     objective = torch.min(unclipped, clipped)                                                 # (3)
     if beta != 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
@@ -86,9 +86,9 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
             kl_it = w * kl_it
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
-    # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
+    # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
     is_clipped = (clipped < unclipped) * mask
-    # The logged means cover only the completions that are trained on, not all N.
+    # The mask has no skipped rows (see update), so the logged loss is a mean over the trained ones.
     return loss, {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum())}
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     if args.beta == 0:
         # Without a KL, a completion with A = 0 has a gradient of exactly 0, so update skips it.
         rollout["mask"] = rollout["mask"] * (adv != 0)[:, None]            # (N, T)
-    # 4. log-probs: (N, T), in the same micro-batches as update, so that old_logp rounds like logp
+    # 4. log-probs: (N, T), in the micro-batches of update, so that old_logp and logp round alike
     rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
@@ -115,7 +115,7 @@ def update(policy, optimizer, rollout, args):
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N in this step
+            rows = len(minibatch["ids"])  # the N of (3): here the rows of one minibatch
             # micro_batches drops the rows that are not trained on, but they count in N.
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
@@ -133,7 +133,7 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # Copy pi_ref before open_run overwrites the policy with the weights of a resumed run.
+    # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizer = common.Optimizer(policy, args.lr, args)
     # What a checkpoint stores besides the policy; pi_ref only if --ref_every changes it.
@@ -144,7 +144,7 @@ def main(args):
     if start == 0:
         common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend only on seed and step
+        torch.manual_seed(args.seed * 1_000_003 + step)  # so that a resumed run samples the same
         step_start = time.perf_counter()
         if args.ref_every and (step - 1) % args.ref_every == 0:
             reference.load_state_dict(policy.state_dict())                 # pi_ref <- pi

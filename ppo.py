@@ -1,8 +1,8 @@
 """PPO: proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347).
 
 pi is the model being trained, pi_old is the same model as it was when it sampled, and pi_ref is a
-frozen copy of the model that training started from. For each question q, sample from pi_old
-a completion o_i, give it a reward r_i, make that one reward per token, r_it (4), and maximize J:
+frozen copy of the model that training started from. For each of P questions q, sample from pi_old
+a completion o_i, give it a reward r_i, turn it into one reward r_it per token (4), and maximize J:
 
     A_it  = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},  R_it = A_it + Vold_it,
             delta_it = r_it + gamma Vold_{i,t+1} - Vold_it,  Vold after the last token = 0     (1)
@@ -19,15 +19,15 @@ Vold is V at sampling time. (1) is generalized advantage estimation (GAE, Schulm
 1506.02438). (3) uses A whitened to mean 0 and std 1 over the rollout (--whiten); R uses the plain
 A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593) and InstructGPT (2203.02155).
 
-(5), --whiten and the defaults of ppo.py's own flags, except --prompts and --minibatches, follow
-Huang et al. 2024 (2403.17031). They also initialize V from a reward model, sample at temperature
-.7, give -1 for a missing stop token, decay the learning rate, reshuffle every epoch, and average
-over all tokens, as Schulman et al. do. DeepSeekMath's PPO (2402.03300) averages as we do.
+(5), --whiten and the defaults of ppo.py's own flags, except --prompts, --minibatches and the toy's
+learning rates, follow Huang et al. 2024 (2403.17031). Their code also starts V from a reward model,
+whitens rewards, samples at temperature .7, gives -1 for a missing stop token, decays --lr,
+reshuffles every epoch, and averages over all tokens. DeepSeekMath's PPO averages as we do.
 
     python ppo.py                                                                          # laptop
     python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 80 GB
 
-The GB are GPU memory, measured under emulation (tests/manual/README.md); we had no GPU.
+The GPU sizes are from emulated memory use (tests/manual/README.md); we had no GPU.
 
 Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
@@ -40,29 +40,29 @@ import torch
 import common
 
 def parse_args(argv=None):
-    """Parse the flags that change the equations, and the shared ones (common.make_parser)."""
+    """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument
-    add("--prompts", type=int, default=256, help="P, prompts per step; more reduce gradient noise")
+    add("--prompts", type=int, default=256, help="P, prompts per step; more give less variance")
     add("--group_size", type=int, default=1, help="G, completions per prompt; one is enough")
     add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
     add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
     add("--beta", type=float, default=0.05,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
-    add("--gamma", type=float, default=1.0, help="discount factor in (1); usually 1: none")
+    add("--gamma", type=float, default=1.0, help="discount factor in (1); usually 1 (no discount)")
     add("--lam", type=float, default=0.95, help="lambda in (1): 0 trusts V, 1 the rewards")
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten A in (3)")
     add("--eps_value", type=float, default=0.2, help="clip range for V in (5)")
-    add("--vf_coef", type=float, default=0.1, help="scales (5); 0 freezes V, else Adam undoes it")
+    add("--vf_coef", type=float, default=0.1, help="weight of the value loss (5); 0 freezes V")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of AdamW for V")
     add("--epochs", type=int, default=4, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=int, default=4,
-        help="optimizer steps per pass; with 1 (and 1 epoch) the ratio (2) stays 1: no clipping")
+        help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
     return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
 
 def make_critic(policy):
-    """Make the value model V: a copy of the policy's body, with a scalar head initialized to 0."""
+    """Make the value model V: the policy's backbone, copied, and a scalar head that starts at 0."""
     critic = copy.deepcopy(policy.base_model)
     weight = policy.get_output_embeddings().weight                         # (K, H)
     critic.score = torch.nn.Linear(weight.shape[1], 1, device=weight.device)
@@ -71,17 +71,17 @@ def make_critic(policy):
     return critic
 
 def token_values(critic, batch, args):
-    """Compute V before each completion token, (N, T) float32, as token_logprobs does for log pi."""
-    # completion_states calls .base_model, which for the critic, a body without LM head, is itself.
+    """Compute V before each token whose mask is 1. Returns (N, T) float32, which is 0 elsewhere."""
+    # The critic is a bare backbone: its .base_model, which completion_states runs, is itself.
     index, hidden, _ = common.completion_states(critic, batch, args)
     values = critic.score(hidden.to(critic.score.weight.dtype)).squeeze(1)  # (M,)
     return values.new_zeros(batch["mask"].shape).index_put(index, values)
 
 def token_rewards(r, old_logp, ref_logp, mask, beta):
     """Compute equation (4): r (N,), log-probs (N, T) -> (N, T). If ref_logp is None, there is no
-    penalty. The reward is given at the last token: a stop token, or the last one before a cut-off.
-    The penalty is k1 = log pi - log pi_ref, whose mean over samples from pi is KL(pi || pi_ref). As
-    a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0 over samples from pi."""
+    penalty. The reward is given at the last token: the stop token, or the last one of a truncated
+    completion. The penalty is k1 = log pi - log pi_ref, whose mean over samples from pi is
+    KL(pi || pi_ref). As a loss, k1 is useless: its gradient, grad log pi, is 0 in expectation."""
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
@@ -97,7 +97,7 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        # A token with mask 0 (padding, or a tool's output) is no step: what follows is passed on.
+        # A token with mask 0 (padding, or a tool's output) is not a step, so pass over it.
         counted = mask[:, t] > 0                                           # (N,)
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
         running = torch.where(counted, delta + gamma * lam * running, running)  # (N,)         (1)
@@ -106,7 +106,7 @@ def gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 def whiten(x, mask):
-    """Shift and scale x, (N, T), to mean 0 and std 1 over the completion tokens of a rollout."""
+    """Shift and scale x, (N, T), to mean 0 and std 1 over the trained tokens of a rollout."""
     mean = (x * mask).sum() / mask.sum()
     variance = ((x - mean) ** 2 * mask).sum() / mask.sum()
     return (x - mean) * mask / (variance + 1e-8).sqrt()
@@ -119,26 +119,26 @@ def explained_variance(returns, values, mask):
     return {"explained_variance": (1 - (returns - values).var() / returns.var()).item()}
 
 def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
-    """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t { ... }.
-    It is a sum over rows, so that the losses of micro-batches add up; update divides it by N. adv
-    is (N, T) or (N, 1), everything else (N, T). Log-ratios are clamped at 20 to keep exp finite.
-    Returns the scalar loss and statistics, which are (sum, count) pairs."""
+    """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t ... . The
+    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. adv is (N, T)
+    or (N, 1), the other tensors (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns
+    the scalar loss and statistics, which are (sum, count) pairs."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
     # Why the min: for A > 0 there is nothing left to gain once the ratio exceeds 1 + eps_high, and
     # for A < 0 once it falls below 1 - eps_low, so the gradient there is 0. On the other side the
-    # min takes the unclipped term, so that a step in the wrong direction can be undone (unless the
-    # ratio is above e^20, where the clamp stops the gradient).
+    # min takes the unclipped term, so that a step in the wrong direction can be undone, at least
+    # while the ratio is below e^20, where we clamp it.
     objective = torch.min(unclipped, clipped)                                                 # (3)
     loss = -(objective * mask / lengths).sum()
-    # A good token (adv > 0) is clipped above 1 + eps_high, a bad one below 1 - eps_low.
+    # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
     is_clipped = (clipped < unclipped) * mask
     return loss, {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum())}
 
 def value_loss(values, old_values, returns, mask, eps_value):
-    """Compute equation (5) without its 1/N, from (N, T) each. Returns loss and statistics."""
+    """Compute (5) without its 1/N. All tensors are (N, T). Returns the loss and statistics."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
     clipped = old_values + (values - old_values).clamp(-eps_value, eps_value)
     # Like the min in (3), the max lets a V that has moved away from its return be pulled back.
@@ -163,7 +163,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     rollout["adv"], rollout["returns"] = gae(
         per_token, rollout["old_values"], mask, args.gamma, args.lam)      # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    # The returns contain V, so do not judge V by them. With V = 0, lam = 1, gae sums the rewards.
+    # The returns contain V, so judge V by the sum of rewards, which is gae's A with V = 0, lam = 1.
     _, returns_to_go = gae(per_token, 0 * mask, mask, args.gamma, lam=1.0)
     stats |= explained_variance(returns_to_go, rollout["old_values"], mask)
     if args.whiten:
@@ -176,7 +176,7 @@ def update(policy, critic, optimizer, critic_optimizer, rollout, args):
     logged = []
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
-            rows = len(minibatch["ids"])  # N in this step
+            rows = len(minibatch["ids"])  # the N of (3): here the rows of one minibatch
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
@@ -199,9 +199,9 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     critic = make_critic(policy)
-    # Copy pi_ref before open_run overwrites the policy with the weights of a resumed run.
+    # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
-    # Adam's eps is the one from Huang et al.
+    # eps is that of Huang et al.
     optimizer = common.Optimizer(policy, args.lr, args, eps=1e-5)
     critic_optimizer = common.Optimizer(critic, args.value_lr, args, eps=1e-5)
     # What a checkpoint stores besides the policy.
@@ -211,7 +211,7 @@ def main(args):
     if start == 0:
         common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(args.seed * 1_000_003 + step)  # draws depend only on seed and step
+        torch.manual_seed(args.seed * 1_000_003 + step)  # so that a resumed run samples the same
         step_start = time.perf_counter()
         batch = common.batch_of(problems, step, args.prompts, args.seed)   # P problems
         rollout, stats = collect(policy, critic, reference, tokenizer, batch, reward, args)

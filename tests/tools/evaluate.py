@@ -1,6 +1,6 @@
 """Measure a model's accuracy on all problems of a split, or how much better it is than another model.
 
-    python tests/tools/evaluate.py --model runs/sft --dataset svamp.jsonl --compare exam.jsonl
+    python tests/tools/evaluate.py --model runs/grpo/step-0 --dataset svamp.jsonl --compare exam.jsonl
     python tests/tools/evaluate.py --model runs/grpo/step-100 --dataset svamp.jsonl --compare exam.jsonl
 
 A checkpoint is evaluated with its run's prompt, columns, lengths, temperature and dtype, unless flags differ.
@@ -66,8 +66,9 @@ def main(args):
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],
              "accuracy": [sum(record["right"] for record in each) / n for each in samples]}
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
-    result["accuracy"] = mean_and_error(found["accuracy"])
-    if n > 1:
+    if args.answer_column:
+        result["accuracy"] = mean_and_error(found["accuracy"])
+    if args.answer_column and n > 1:
         result[f"pass@{n}"] = mean_and_error([any(record["right"] for record in each) for each in samples])
     result["reward"] = mean_and_error([sum(record["reward"] for record in each) / n for each in samples])
     result["length"] = round(sum(record["tokens"] for record in records) / len(records), 2)

@@ -3,7 +3,8 @@
     python tests/tools/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
 
 --dataset has rows with "question", "answer" and "solution", the completion to learn. It takes the flags of
-grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones.
+grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones. Use other
+problems than those for RL, because all of them are trained on, even those that grpo.py would hold out.
 """
 import random
 import sys
@@ -45,11 +46,13 @@ def main(args):
     for start in range(0, len(problems) - size + 1, size):  # drops an incomplete last batch
         part = problems[start:start + size]
         solutions = [problem["solution"] for problem in part]
+        assert all(solutions), "a row has no solution"
         completions = [ids + end for ids in tokenizer(solutions, add_special_tokens=False)["input_ids"]]
         batches.append(([problem["prompt"] for problem in part], completions))
+    tokenizer.save_pretrained(args.out)
+    policy.generation_config.save_pretrained(args.out)  # before training: what cannot be saved fails here
     train(policy, common.Optimizer(policy, args.lr, args), batches)
     policy.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
 
 if __name__ == "__main__":
     flags = ["--prompts", "16", "--minibatches", "1", "--lr", "1e-4", "--warmup_steps", "0"]
