@@ -1,4 +1,4 @@
-"""What two or more files of tests share, in parts: the line above each says who uses it."""
+"""What the test files share, in parts: the heading of each part says which files use it."""
 import inspect
 import json
 import os
@@ -52,13 +52,10 @@ def same(a, b):
         return len(a) == len(b) and all(map(same, a, b))
     return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
 
-def tensor64(numbers):
-    return torch.tensor(numbers, dtype=torch.float64)
-
 # ---- Models and rows of tokens: test_logprobs, test_sampling, test_batching, test_ppo, test_gpu, forks ----
 
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
-    """A randomly initialised causal LM of `family`, its logits spread enough that mistakes show."""
+    """A randomly initialized causal LM of `family`, with logits spread enough for bugs to show."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, vocab_size, **settings))
     for p in model.parameters():
@@ -66,11 +63,11 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
     return model.to(dtype)
 
 def recompute(model):
-    """Switch gradient checkpointing on, by the name that transformers has for it."""
+    """Turn on gradient checkpointing, whichever name transformers has for it."""
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 def tiny_config(family, vocab_size=64, **settings):
-    """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters; the rest is unused."""
+    """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters."""
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=512, attn_pdrop=0.0, resid_pdrop=0.0,
                  embd_pdrop=0.0, eos_token_id=1, bos_token_id=None, pad_token_id=None)
@@ -81,7 +78,7 @@ def family(request):
     return request.param
 
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
-    """Token i reads words[i], or "t<i>"; texts are read a character at a time, so "t<i>" never comes back."""
+    """Token i decodes to words[i], or "t<i>". Text is split into characters, so "t<i>" never encodes to i."""
     ids = {word: i for i, word in enumerate(words or [f"t{i}" for i in range(vocab_size)])}
     tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unk))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
@@ -90,7 +87,7 @@ def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=
         tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos)
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
-    """A token per printable character, so that any text can be a prompt; 102 in all."""
+    """One token per printable character, so that any text can be a prompt; 102 in all."""
     words = ["<pad>", "<eos>", "<unk>", "<bos>", *map(chr, range(32, 127)), "\n"]
     words += ["<|im_start|>", "<|im_end|>"]
     out = tiny_tokenizer(None, eos, pad, "<unk>", "<bos>", words)
@@ -104,7 +101,7 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 def save_tiny(path, family="qwen2", tokenizer=None, **settings):
-    """A model directory like those of the hub."""
+    """A model directory like those on the Hub."""
     settings = {"vocab_size": 104 if tokenizer else 64} | settings
     tokenizer = tokenizer or tiny_tokenizer(settings["vocab_size"])
     tiny_model(family, eos_token_id=tokenizer.eos_token_id, **settings).save_pretrained(path)
@@ -112,7 +109,7 @@ def save_tiny(path, family="qwen2", tokenizer=None, **settings):
     return str(path)
 
 def make_batch(prompts, completions):
-    """A rollout's columns that lists of ids determine, without the code under test."""
+    """The columns of a rollout that follow from lists of ids, without the code under test."""
     rows = [prompt + completion for prompt, completion in zip(prompts, completions)]
     T, L = max(map(len, completions)), max(map(len, rows))
     return {"ids": torch.tensor([row + [0] * (L - len(row)) for row in rows]),
@@ -122,13 +119,13 @@ def make_batch(prompts, completions):
             "row": torch.arange(len(rows))}
 
 def random_batch(rows, seed=0, longest=12):
-    """Rows of random lengths whose prompts and completions hold every id, 0 and eos among them."""
+    """Rows of random lengths, whose prompts and completions may contain any id, including 0 and EOS."""
     rng = random.Random(seed)
     parts = [[rng.choices(range(64), k=rng.randint(1, longest)) for _ in range(rows)] for _ in "pc"]
     return make_batch(*parts)
 
 def full_logprobs(model, batch, temperature):
-    """(N, T) log-probs by the definition in float64, each row alone and unpadded; 0 where the mask is 0."""
+    """(N, T) log-probs by definition, in float64, each row alone and unpadded; 0 where the mask is 0."""
     logp = torch.zeros_like(batch["mask"], dtype=torch.float64)
     for i, start in enumerate(batch["prompt_length"].tolist()):
         ids = batch["ids"][i, :start + batch["completion_length"][i]]
@@ -137,18 +134,12 @@ def full_logprobs(model, batch, temperature):
     return logp * batch["mask"]
 
 def holes(mask):
-    """A mask with a token less in each row of three or more: the first one, one between, or the last one."""
+    """Mask out one token in each row of three or more: the first, one in the middle, or the last."""
     mask = mask.clone()
     for i, n in enumerate(mask.sum(1).long().tolist()):
         if n > 2:
             mask[i, (0, n // 2, n - 1)[n % 3]] = 0
     return mask
-
-def generate_holes(monkeypatch):
-    """Rollouts have holes from now on, before anything is computed from them."""
-    real = common.generate
-    holey = lambda *given: (made := real(*given)) | {"mask": holes(made["mask"])}  # noqa: E731
-    monkeypatch.setattr(common, "generate", holey)
 
 # ---- Whole runs in a directory of their own: test_cli, test_data, test_resume, test_toy, forks ----
 
@@ -156,7 +147,7 @@ TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2
         "--max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2")
 
 def train(script, flags, out="run"):
-    """Run a script as its command line does, on a CPU; returns the rows of metrics.jsonl."""
+    """Run a script on the CPU, as its command line does; return the rows of metrics.jsonl."""
     script.main(script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
@@ -164,7 +155,7 @@ def write_jsonl(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 def sums(count, start=0):
-    """Problems of questions of different lengths."""
+    """Problems whose questions differ in length."""
     return [{"question": f"What is {i} + {i}?" + "!" * (i % 5), "answer": f"{i} + {i} = #### {2 * i}"}
             for i in range(start, start + count)]
 
@@ -178,33 +169,27 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch):
-    """The test runs in a directory of its own that holds those two."""
+    """The test runs in a directory of its own that contains both."""
     for path in world.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
 
 @pytest.fixture
 def spread(monkeypatch):
-    """Rewards from 0 to 1, by the text alone. They differ within every group, so that there is something to
-    learn from random weights."""
+    """Rewards from 0 to 1, by a hash of the text, so that even random weights get different rewards."""
     def by_text(problems, completions):
         return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
     monkeypatch.setattr(common, "answer_reward", by_text)
 
 def newest(out="run"):
-    """The newest checkpoint of a run; nothing half-made lies beside it."""
+    """The newest checkpoint of a run, which left nothing half-written."""
     assert not Path(out, "temporary.pt").exists()
     return max(Path(out).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
 
-def slopes(function, x, h=1e-6):
-    """Gradient of a scalar function of the float64 tensor x by central differences."""
-    steps = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape) * h
-    return tensor64([float(function(x + s) - function(x - s)) / (2 * h) for s in steps]).view(x.shape)
-
 def call(function, given):
-    """Give a function what it asks for by the names of its parameters, numbers from the args."""
+    """Call a function with what the names of its parameters ask for; numbers come from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
         pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it "
@@ -213,8 +198,8 @@ def call(function, given):
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
-    """What policy_loss takes, for ragged rows with holes in float64, with nonsense where no token counts;
-    spread is that of the log-ratios."""
+    """Ragged rows with holes for policy_loss, in float64, with nonsense where the mask is 0. `spread` is the
+    standard deviation of the log-ratios."""
     torch.manual_seed(seed)
     old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
     mask = holes((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double())
@@ -222,21 +207,21 @@ def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
             "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
 
 def loss_of(script, rows, args):
-    """The loss of such rows, its gradient by logp, and its statistics."""
+    """The loss of such rows, its gradient with respect to logp, and its statistics."""
     rows = rows | {"logp": rows["logp"].clone().requires_grad_(), "args": args}
     loss, stats = call(script.policy_loss, rows)
     return loss.detach(), torch.autograd.grad(loss, rows["logp"])[0], stats
 
 def count_t3(problems, completions):
-    """Different for almost every completion; t3 pays best."""
+    """Different for almost every completion, and highest for t3."""
     return [text.count("t3") + len(text) / 100 for text in completions]
 
 def flat_gradient(model):
-    """The gradients of a model's weights in one vector, 0 where a weight has none."""
+    """The gradients of a model's weights as one vector, 0 where a weight has none."""
     return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
 
 class Recorder:
-    """Stands in for common.Optimizer: keeps the gradient of every step and leaves the weights alone."""
+    """Stands in for common.Optimizer: records the gradient of every step and changes no weights."""
     def __init__(self, model):
         self.model, self.gradients = model, []
 
@@ -246,7 +231,7 @@ class Recorder:
         return {}
 
 class Trainer:
-    """A script, six problems and tiny models of 8 tokens, so that completions often end. Collects once."""
+    """A script, six problems and tiny models with 8 tokens, so that completions often end. Collects once."""
     def __init__(self, script, reward=count_t3, **flags):
         sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
         self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
@@ -257,7 +242,7 @@ class Trainer:
         self.tokenizer, self.reward = tiny_tokenizer(8), reward
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
-        # State of a copy: `my_tracker` is a MyTracker(), if the copy has such a class.
+        # State of a copy: `my_tracker` is a MyTracker(), if the copy has that class.
         for function in (script.collect, script.update):
             for name in inspect.signature(function).parameters.keys() - vars(self).keys():
                 if made := getattr(script, name.title().replace("_", ""), None):
@@ -277,7 +262,7 @@ class Trainer:
         self.use(lambda model: common.Optimizer(model, lr, self.args))
 
     def moved(self):
-        """Itself in float64, the models no longer those that made the rollout, and the rollout's tensors."""
+        """Itself, with models in float64 that have moved since the rollout, and the rollout's tensors."""
         torch.manual_seed(2)
         for weight in [*self.policy.double().parameters(), *self.critic.double().parameters()]:
             weight.data += 0.02 * torch.randn_like(weight)
@@ -285,7 +270,7 @@ class Trainer:
         return self, {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
 
     def gradients(self, rollout, **changes):
-        """The gradients of an update, (steps, weights of policy and critic), and its statistics."""
+        """The gradients of an update, (steps, parameters of policy and critic), and its statistics."""
         vars(self.args).update(changes)
         self.use(Recorder)
         self.rollout, seen = rollout, (self.optimizer, self.critic_optimizer)

@@ -1,4 +1,4 @@
-"""Batches, statistics, optimiser: every row is trained on once, and no gradient depends on the cut."""
+"""Batches, statistics, optimizer: every row is trained on once, and the gradient is that of any split."""
 import copy
 import math
 
@@ -12,8 +12,8 @@ import gspo
 
 @pytest.mark.parametrize("tokens", [1, 100, 350, 10**6])
 def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
-    """Also a row over the budget, which goes alone. ids and attention are cut to the part's longest row, what
-    has numbers for each token to its longest completion, whatever the mask. (N,) and (N, 1) stay."""
+    """A row over the budget goes alone. ids are trimmed to the part's longest row, and (N, T) to its longest
+    completion, whatever the mask. (N,) and (N, 1) stay as they are."""
     batch = random_batch(23, seed=1, longest=35)
     seen, lengths, whole = [], batch["mask"].sum(1), batch["mask"].shape[1]
     batch |= {"adv": torch.rand(23, 1), "rewards": torch.rand(23), "deep": torch.rand(23, whole, 3)}
@@ -32,7 +32,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
 
 @pytest.mark.parametrize("P, G, count", [(6, 4, 3), (7, 3, 4), (5, 1, 5)])
 def test_minibatches_keep_groups_whole(P, G, count):
-    """Every row once a pass, uneven parts included; no group is torn."""
+    """Every row once per pass, also when the parts are uneven. No group is split."""
     rollout = random_batch(P * G)
     parts = list(common.minibatches(rollout, count, G))
     rows = [part["row"].tolist() for part in parts]
@@ -41,8 +41,7 @@ def test_minibatches_keep_groups_whole(P, G, count):
     assert all(len(row) % G == 0 and P // count <= len(row) / G <= -(-P // count) for row in rows)
 
 def test_scores_of_a_rollout_are_put_back_in_place():
-    """Micro-batches, which are those of the update, are sorted by length; what comes back is not. What is not
-    computed is NaN: a 0 would look like a log-prob."""
+    """The micro-batches, those of update, are sorted by length; the result is not. Skipped rows are 0."""
     rollout, seen = random_batch(18, seed=3), []
     rollout["mask"][[2, 9]] = 0
     rollout["x"] = rollout["mask"] * torch.rand(rollout["mask"].shape)
@@ -52,14 +51,14 @@ def test_scores_of_a_rollout_are_put_back_in_place():
         seen.append(b["row"].tolist())
         return b["x"] * factor
     found = common.over_batches(scores, 0.6, rollout, args)
-    torch.testing.assert_close(found, rollout["x"] * 0.6, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found, rollout["x"] * 0.6)
     assert seen == [b["row"].tolist() for part in common.minibatches(rollout, 4, 2)
                     for b in common.micro_batches(part, 50)]
 
 @pytest.mark.parametrize("script", [grpo, gspo])
-def test_rows_without_a_gradient_are_not_computed(script, monkeypatch):
-    """Two of the six groups have equal rewards. Without a KL the model is given the rows of the other four,
-    for log-probs and update alike, and the gradient is that of all rows."""
+def test_rows_without_a_gradient_are_skipped(script, monkeypatch):
+    """Two of the six groups have equal rewards. Without a KL, the model runs only on the other four, both for
+    log-probs and in updates, and the gradient is that of all rows."""
     trainer = Trainer(script, beta=0.0, epochs=2, micro_batch_tokens=40)
     trainer.reward, trainer.reference = lambda *_: [0, 1, 5, 5, 2, 3, 4, 4, 1, 0, 0, 2], None
     calls = spy(monkeypatch, common, "completion_states")
@@ -75,8 +74,8 @@ def test_rows_without_a_gradient_are_not_computed(script, monkeypatch):
     assert torch.equal(gradient, again) and gradient.norm() > 0.01
 
 def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
-    """Nothing is computed, and no step is taken although Adam has momentum; the statistic says so. With a KL
-    all rows count: vectors/test_vectors.py."""
+    """All rows are skipped, and no step is taken although Adam has momentum; the statistic says so. With a KL
+    every row counts: vectors/test_vectors.py."""
     trainer = Trainer(grpo, beta=0.0)
     trainer.use_adam(lr=0.01)
     trainer.update()
@@ -86,17 +85,10 @@ def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
     assert trainer.update() == {"skipped": 0, "zero_gradient": 1} and not calls
     assert same(before, trainer.policy.state_dict())
 
-def test_statistics_are_weighted_by_their_counts():
-    """Pairs (sum, count) become the mean of all."""
-    zero, three, nine = torch.tensor([0.0, 3, 9])
-    logged = [{"a": (three, three)}, {"b": (True, 2)}, {"a": (zero, nine)}]
-    assert common.means(logged) == {"a": 0.25, "b": 0.5}
-
 def test_rollout_statistics_leave_padding_out():
-    """And tokens that do not count. Length, entropy (estimated: the mean of the sampler's -log pi is 8.8 / 9)
-    and KL are over tokens. KL is the mean of x - log x - 1, x = pi_ref / pi: two of the nine x are 2, the
-    others 1. The sampler's are off by .3 and -.3 in the first row and by .2 in the second: of tokens
-    the mean square is (.09 + .09 + .04) / 9."""
+    """And tokens with mask 0. The sampler's -log pi sums to 8.8 over nine tokens. KL is the mean of
+    x - log x - 1, where x = pi_ref / pi is 2 for two tokens and 1 for the others. The sampler's log-probs are
+    off by .3, -.3 and .2, so their mean square difference is (.09 + .09 + .04) / 9."""
     mask = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]])
     rollout = {"mask": mask, "rewards": torch.tensor([1.0, 1, 0, 1]), "old_logp": -mask, "ref_logp": -mask,
                "finished": torch.tensor([True, True, True, False]), "sampled_logp": -mask,
@@ -110,13 +102,13 @@ def test_rollout_statistics_leave_padding_out():
         "sampling_logp_difference": math.sqrt(0.22 / 9)})
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
-    rollout["mask"] = mask * torch.tensor([[0.0], [1], [1], [1]])  # a row that is not computed
+    rollout["mask"] = mask * torch.tensor([[0.0], [1], [1], [1]])  # a skipped row
     stats = common.rollout_stats(rollout, 2)
     assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
     assert stats["completion_length"] == 2.25 and stats["entropy"] == pytest.approx(8.8 / 9)
     rollout["mask"] = 0 * mask
     assert "sampling_logp_difference" not in common.rollout_stats(rollout, 2)
-    # By exp(d) - 1 - d in float32 the k3 of a small d = log x, which is d^2/2 + d^3/6, would be rounding.
+    # For a small d = log x, k3 is d^2/2 + d^3/6, but exp(d) - 1 - d in float32 would be rounding noise.
     torch.manual_seed(0)
     rollout |= {"old_logp": -5 * torch.rand(4, 4), "mask": mask}
     rollout["ref_logp"] = rollout["old_logp"] + 3e-4 * torch.rand(4, 4) + 1e-5
@@ -126,7 +118,7 @@ def test_rollout_statistics_leave_padding_out():
 
 @pytest.mark.parametrize("P", [1, 4, 7, 10, 25])
 def test_batches_visit_every_problem_once_a_pass(P):
-    """Batches run through shuffles of all ten problems; each is a function of the seed and the step alone."""
+    """Batches run through shuffles of all ten problems, and depend on the seed and the step alone."""
     def drawn(steps, seed=0):
         return [problem for step in steps for problem in common.batch_of(range(10), step, P, seed)]
     once, other = drawn(range(1, 41)), drawn(range(1, 41), seed=1)
@@ -134,10 +126,10 @@ def test_batches_visit_every_problem_once_a_pass(P):
     assert len(once) == 40 * P and all(sorted(each) == list(range(10)) for each in passes)
     assert len(set(passes)) == len(passes) and drawn(range(5, 8)) == once[4 * P:7 * P]
 
-# --- the optimiser
+# --- the optimizer
 
 def weights_like(seed):
-    """Numbers for three weights."""
+    """Values for three weights."""
     torch.manual_seed(seed)
     return [torch.randn(7, 3), torch.randn(5), torch.randn(2)]
 
@@ -146,9 +138,9 @@ def backward(model, *gradients):
     sum((w * g).sum() for w, g in zip(model, gradients)).backward()
 
 @pytest.mark.parametrize("eps", [{}, {"eps": 1e-5}])
-def test_equals_adamw_with_warm_up_and_clipping(eps):
-    """Against torch's, betas .9 and .95, eps 1e-8 unless given, no decay, warm-up of 5 steps, the norm over
-    all weights clipped to .3. The second's gradients are near eps, where it counts; the third has none."""
+def test_equals_adamw_with_warmup_and_clipping(eps):
+    """With betas .9 and .95, eps 1e-8 by default, no decay, and the norm over all weights clipped. The second
+    weight's gradients are near eps, where it matters; the third weight has none."""
     near, ours, theirs = 10 * eps.get("eps", 1e-8), *(torch.nn.ParameterList(weights_like(0)) for _ in "ab")
     mine = common.Optimizer(ours, 0.02, settings(grpo, warmup_steps=5, max_grad_norm=0.3), **eps)
     adamw = torch.optim.AdamW(theirs.parameters(), 0.02, (0.9, 0.95), near / 10, weight_decay=0.0)
@@ -166,7 +158,7 @@ def test_equals_adamw_with_warm_up_and_clipping(eps):
         torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
 
 def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):
-    """Most would stay as they are if they were kept in bfloat16, whose numbers are 2^-8 of a weight apart."""
+    """Most would not if they were kept in bfloat16, whose numbers are 2^-8 of their size apart."""
     source = save_tiny(tmp_path, dtype=torch.bfloat16)
     args = settings(grpo, model=source, dtype="bfloat16", warmup_steps=0)
     model, _ = common.load_policy(args)
@@ -178,8 +170,7 @@ def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_with_a_non_finite_micro_batch_is_skipped_whole(bad):
-    """No trace of it or of its finite neighbours in weights, moments, schedule or the next step's gradient:
-    the run equals one that never saw it."""
+    """Neither it nor its finite neighbors leaves a trace in weights, moments, schedule or gradients."""
     models = [torch.nn.ParameterList(weights_like(0)) for _ in "ab"]
     ours, clean = (common.Optimizer(model, 0.01, settings(grpo, warmup_steps=4)) for model in models)
     for step in range(5):

@@ -1,4 +1,4 @@
-"""Problems and rewards: file formats, splits, columns, prompts, gold answers, what a reward may give."""
+"""Problems and rewards: file formats, splits, columns, gold answers, tokenizers, prompts, rewards."""
 import json
 import math
 import re
@@ -36,7 +36,7 @@ def questions(problems):
     return [problem["question"] for problem in problems]
 
 def splits_of(train_rows, held_out=()):
-    """A data set directory with these rows, the held-out ones by default sums."""
+    """Make a dataset directory of these rows; by default the held-out ones are sums."""
     Path("mine").mkdir()
     write_jsonl("mine/train.jsonl", train_rows)
     write_jsonl("mine/test.jsonl", held_out or sums(9))
@@ -53,7 +53,7 @@ def test_a_directory_gives_its_splits():
     assert own == questions(sums(12)) and sorted(held_out) == sorted(questions(sums(6, start=100)))
     assert list(map(len, load(f"{flags} --split test --eval_split train"))) == [6, 12]
 
-def test_a_data_set_of_the_hub_is_read_in_the_given_configuration(monkeypatch):
+def test_a_dataset_of_the_hub_is_read_in_the_given_configuration(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda source, subset: {"train": subset, "test": source})
     args = grpo.parse_args(["--model", "x", "--dataset", "openai/gsm8k", "--subset", "main"])
     assert common.read_dataset(args.dataset, args.subset) == {"train": "main", "test": "openai/gsm8k"}
@@ -70,86 +70,81 @@ def test_a_fifth_of_a_lone_file_is_held_out_whatever_the_seed(capsys):
     assert not set(questions(own)) & set(questions(held_out)) and len(own) + len(held_out) == 200
     assert "0 in both" in capsys.readouterr().out
 
-def test_what_is_asked_is_a_sample_of_the_held_out_problems_whatever_the_settings(monkeypatch):
-    """All runs sit the same exam, not of the first problems, which may be the easy ones. What one must
-    leave out changes none of the others. To save time no more are prepared than are asked."""
+def test_every_run_is_evaluated_on_the_same_sample_of_held_out_problems(monkeypatch):
+    """Not on the first ones, which may be the easy ones. A row that one run must drop changes none of the
+    others. To save time, only the sample is prepared."""
     rows, prepared = sums(200), spy(monkeypatch, common, "prepare")
     rows[77] = {"question": "?" * 90, "answer": "1"}
     flags = f"{splits_of(sums(20, start=300), rows)} --eval_problems 100"
-    exams = [questions(load(f"{flags} {more}")[1]) for more in ("", "--seed 7", "--max_prompt_tokens 60")]
-    assert exams[0] == exams[1] and len(set(exams[0])) == 100
-    assert exams[2] == [question for question in exams[0] if question[0] != "?"]
-    assert list(map(len, exams[0])) == sorted(map(len, exams[0])), "for little padding"
-    assert 80 < sum(questions(rows).index(question) for question in exams[0]) / 100 < 120
+    one, other, short = (questions(load(f"{flags} {more}")[1])
+                         for more in ("", "--seed 7", "--max_prompt_tokens 60"))
+    assert one == other and len(set(one)) == 100
+    assert short == [question for question in one if question[0] != "?"]
+    assert list(map(len, one)) == sorted(map(len, one)), "to reduce padding"
+    assert 80 < sum(map(questions(rows).index, one)) / 100 < 120
     assert len(prepared[0].split) == 100
 
 def test_problems_keep_all_columns_which_may_have_other_names():
-    """But those that a problem has names for."""
     rows = [{"problem": row["question"], "solution": row["answer"], "answer": "0", "prompt": 1.5, "level": 3}
             for row in sums(20)]
     train_set, _ = load(f"{splits_of(rows, rows)} --question_column problem --answer_column solution")
     assert questions(train_set) == questions(sums(20)) and train_set[3]["answer"] == "6"
     assert train_set[3]["level"] == 3
 
-def test_what_is_left_out_and_what_is_in_both_are_printed(capsys):
-    """Of 18 rows 11 have a question, an answer and a prompt of 60 tokens or fewer; 3 are held out as well."""
+def test_what_is_dropped_and_what_is_in_both_splits_is_printed_with_the_first_gold_answer(capsys):
+    """Of 18 rows, 11 have a question, an answer and a prompt of at most 60 tokens; 3 are held out as well."""
     rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (59, 60, 80)]  # and a newline
     rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
     rows += [{"answer": "1"}, {"question": "", "answer": "1"}, {"question": "", "answer": "2"}]
     flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 9"
     assert questions(load(flags)[0]) == questions(sums(10)) + ["x" * 59]
-    assert re.findall(r"\d+", capsys.readouterr().out.splitlines()[0]) == ["18", "11", "5", "3"]
+    said = capsys.readouterr().out
+    assert re.findall(r"\d+", said.splitlines()[0]) == ["18", "11", "5", "3"] and "gold answer: '0'" in said
     write_jsonl("mine/train.jsonl", rows[-5:])
     with pytest.raises(AssertionError, match="no usable row"):
         load(flags)
 
 # ---- Answers ----
 
-def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy():
-    """--answer_column "" says so; there need not be such a column. A column `answer` is then left as it is,
-    for a reward that reads it."""
+def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(capsys):
+    """With --answer_column "". A column `answer` may be missing, or stays as it is, for your own reward."""
     flags = splits_of(sums(3) + [{"question": "?", "answer": ""}, {"question": "??"}])
     assert len(load(flags)[0]) == 3
     own, held_out = load(f"{flags} --answer_column ''")
-    assert len(own) == 5 and held_out and [problem["answer"] for problem in own[2:]] == ["2 + 2 = #### 4", "", ""]
+    assert len(own) == 5 and held_out
+    assert [problem["answer"] for problem in own[2:]] == ["2 + 2 = #### 4", "", ""]
     assert prepare([{"question": "?", "level": 3}], char_tokenizer(), "--answer_column ''")[0]["answer"] == ""
     first, last = train(grpo, f"{TINY} --system_prompt '' {flags} --answer_column ''")
     assert "eval_reward" in first and not {"eval_accuracy"} & {*first, *last}
+    assert "warning: all rewards in this rollout are equal" in capsys.readouterr().out
 
-def test_golds_that_are_numbers_can_be_earned():
+def test_numbers_are_gold_answers_unless_missing():
+    """JSON's NaN would be the answer "nan"."""
     golds = {0.3: "0.3", 2.0: "2", -0.5: "-1/2", 7: "7", 0: "0"}
     for gold, text in golds.items():
         problems = prepare([{"question": "?", "answer": gold}], char_tokenizer())
         assert common.answer_reward(problems, [f"#### {text}"]) == [1]
         assert common.answer_reward(problems, ["#### 3"]) == [0]
-
-@pytest.mark.parametrize("gold", ["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3"])
-def test_golds_with_a_lone_backslash_in_json_are_left_out(gold):
-    """"\\frac" written with one backslash is a form feed and "rac", which nobody answers. Two are right."""
-    assert prepare([{"question": "?", "answer": gold}], char_tokenizer()) == []
-    assert len(prepare([{"question": "?", "answer": r"\frac12"}], char_tokenizer())) == 1
-
-def test_missing_numbers_are_no_golds():
-    """JSON's NaN would be the answer "nan"."""
     rows = [{"question": "?", "answer": gold} for gold in (math.nan, 2.0, None)]
     assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == ["2.0"]
 
+@pytest.mark.parametrize("gold", ["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3"])
+def test_gold_answers_with_a_lone_backslash_in_json_are_dropped(gold):
+    """"\\frac" written with one backslash is a form feed and "rac", which no completion matches."""
+    rows = [{"question": "?", "answer": answer} for answer in (gold, r"\frac12")]
+    assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == [r"\frac12"]
+
 @pytest.mark.parametrize("gold", [["70"], {"ground_truth": "70"}, b"70"])
-def test_golds_that_are_no_text_are_refused(gold):
-    """str() would make a text of them that nobody answers."""
+def test_gold_answers_that_are_no_text_are_refused(gold):
+    """str() would turn them into a text that no completion matches."""
     with pytest.raises(AssertionError, match="70"):
         prepare([{"question": "?", "answer": gold}], char_tokenizer())
     assert prepare([{"question": "?", "answer": gold}], char_tokenizer(), "--answer_column ''")
 
-def test_the_first_gold_answer_is_printed(capsys):
-    own, _ = load(splits_of(sums(5)))
-    said = capsys.readouterr().out
-    assert f"gold answer: '{own[0]['answer']}'" in said and own[0]["answer"] == "0"
-
 # ---- Tokenizers ----
 
 def byte_level(digits):
-    """A tokenizer that reads up to `digits` digits as a number, with tokens for 12 and 123."""
+    """A tokenizer that splits numbers into chunks of up to `digits` digits, with tokens for 12 and 123."""
     words = ["<pad>", "<eos>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "12", "123"]
     ids = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[("1", "2"), ("12", "3")]))
@@ -163,8 +158,8 @@ def byte_level(digits):
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizerFast", None])
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_a_model_reads_what_its_tokenizer_json_says(family, declared):
-    """And the saved one is the same. AutoTokenizer would give a qwen2 a pre-tokenizer of its own, by which
-    each digit stands alone; it does so with the saved one, too, or reads it right."""
+    """So does the saved one. AutoTokenizer would give a qwen2 its own pre-tokenizer, which splits numbers
+    into single digits. With the saved one it does the same, or reads it right."""
     text, made = "12 and 123 and 1234", byte_level(3)
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", chat_template=CHATML)
@@ -194,8 +189,8 @@ def test_a_model_without_tokenizer_json_is_refused():
 @pytest.mark.parametrize("system", ["", "Brief."])
 @pytest.mark.parametrize("look", LOOKS)
 def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, system):
-    """The system prompt in its place, a turn to answer in, BOS once; without a template plain text. A chat
-    may have a system prompt of its own."""
+    """With the system prompt first, a turn to answer in, and one BOS; without a template, plain text. A chat
+    can bring a system prompt of its own."""
     tokenizer = char_tokenizer(**LOOKS[look])
     brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
@@ -211,8 +206,8 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
         assert own.count(tokenizer.bos_token_id) == (look in ("bos", "plain"))
 
 def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence_or_an_answer():
-    """Also where the chat template adds up texts by +, as Qwen2.5's does. After its end-of-sequence token,
-    which some tokenizers put behind every text, a base model has nothing to say."""
+    """A number also if the template joins strings with +, as Qwen2.5's does. Some tokenizers append the EOS,
+    after which a base model has nothing to say."""
     tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     problem, = prepare([{"question": 12, "answer": "1"}], tokenizer)
     assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
@@ -227,7 +222,7 @@ def test_a_question_may_be_a_number_and_no_prompt_ends_with_the_end_of_sequence_
     assert tokenizer.decode(problem["prompt"]) == "1 + 1?" in problem["question"]
     wordless = char_tokenizer(chat="{% if messages[0]['content'] != '?' %}.{% endif %}")
     rows = [{"question": "?", "answer": "2"}, {"question": "1 + 1?", "answer": "2"}]
-    assert questions(prepare(rows, wordless)) == ["1 + 1?"], "an empty prompt has no last state to sample from"
+    assert questions(prepare(rows, wordless)) == ["1 + 1?"], "an empty prompt has no state to sample from"
     with pytest.raises(AssertionError, match="may end with the answer"):
         prepare([{"question": [*chat, turn("assistant", "2")], "answer": "2"}], plain)
 

@@ -1,4 +1,4 @@
-"""The equations of ppo.py, grpo.py and gspo.py, in the order of their numbers. Read this beside the scripts.
+"""The equations of ppo.py, grpo.py and gspo.py, in the order of their numbers. Read this next to the scripts.
 
 Each docstring does the sum, so that you can check it by hand. The tests are written with probabilities:
 `objective`, at the end of this file, gives a script their logarithms, and returns J and the push of every
@@ -22,18 +22,18 @@ COMPLETION = [[0.6, 0.5, 0.72]], [[0.5, 0.4, 0.8]]  # pi and pi_old of one compl
 # --- (1) advantages
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_z_scores_of_two_groups(script):
-    """The rewards [1, 0, 0, 0] have the mean .25. The squares add up to .5625 + 3 x .0625 = .75; over
-    n - 1 = 3 that is .25, so the deviation is .5. Then .75/.5 = 1.5 and -.25/.5 = -.5; with 1e-4 added
-    to the .5 they are 1.4997 and -.4999. The group beside it, [5, 7, 7, 5], has the mean 6 and the
-    deviation root(4/3) = 1.1547, so its advantages are 1/1.1548 = .86595 and -.86595."""
+    """The rewards [1, 0, 0, 0] have the mean .25. The squared differences from it add up to .5625 + 3 x .0625
+    = .75; divided by n - 1 = 3 that is .25, so the std is .5. Then .75/.5 = 1.5 and -.25/.5 = -.5; with 1e-4
+    added to the .5, they are 1.4997 and -.4999. The next group, [5, 7, 7, 5], has the mean 6 and the std
+    root(4/3) = 1.1547, so its advantages are 1/1.1548 = .86595 and -.86595."""
     adv = script.group_advantages(tensor([1, 0, 0, 0, 5, 7, 7, 5]), 4)
     near(adv, [1.4997, -0.4999, -0.4999, -0.4999, -0.86595, 0.86595, 0.86595, -0.86595], 1e-5)
 
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_1_equal_rewards_give_exactly_zero(script):
-    """In float32 the mean of twelve rewards of .7 misses .7 by 1e-7. That noise is no advantage. Rewards that
-    differ by little do have one: of .5 and .5002 the deviation is .0002/root(2) = 1.4142e-4, and the
-    advantages are -.0001 and .0001 divided by 2.4142e-4, which is -.41421 and .41421."""
+    """In float32, the mean of twelve rewards of .7 is off by 1e-7. That noise is no advantage. Rewards that
+    differ only a little do have one: the std of .5 and .5002 is .0002/root(2) = 1.4142e-4, and the advantages
+    are -.0001 and .0001 divided by 2.4142e-4, which is -.41421 and .41421."""
     assert script.group_advantages(torch.full((12,), 0.7), 12).tolist() == [0] * 12
     near(script.group_advantages(tensor([0.5, 0.5002]), 2), [-0.41421, 0.41421], 1e-5)
 
@@ -133,8 +133,8 @@ REVERSE = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # of KL(pi||ref): 
 FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): pi - ref
 
 def test_4_ppo_penalty_is_the_reverse_kl():
-    """For tokens drawn from pi, the mean of ln(pi/ref) is KL(pi||ref) = .199658. As a reward, -ln(pi/ref)
-    gives a mean gradient of J that is minus the gradient of KL(pi||ref). Both are with respect to the
+    """For tokens sampled from pi, the mean of ln(pi/ref) is KL(pi||ref) = .199658. With -ln(pi/ref) as a
+    reward, the expected gradient of J is minus the gradient of KL(pi||ref). Both are with respect to the
     logits z: as pi = softmax(z), a gradient c with respect to log pi is the gradient c - pi sum(c) with
     respect to z."""
     rewards = ppo.token_rewards(tensor([0] * 4), PI.log(), REF.log(), torch.ones_like(PI), 1)
@@ -147,9 +147,9 @@ def test_4_ppo_penalty_is_the_reverse_kl():
     ("wk3", OLD, 0.199658, REVERSE),
     ("k3", OLD, 0.244449, [[0.015933], [-0.343106], [0.238485], [0.088689]])])
 def test_4_grpo_k3_has_the_gradient_of_the_forward_kl(kl, old, mean, gradient):
-    """For tokens drawn from pi, the mean of k3 is KL(pi||ref), but the mean of its gradient is that of
-    KL(ref||pi). With w k3 both the mean and the gradient are those of KL(pi||ref), and also if the tokens
-    are drawn from pi_old. If they are drawn from pi_old, k3 without w has neither."""
+    """For tokens sampled from pi, the mean of k3 is KL(pi||ref), but its expected gradient is that of
+    KL(ref||pi). With w k3, both are those of KL(pi||ref), even if the tokens are sampled from pi_old. With k3
+    and tokens from pi_old, neither is."""
     rows = [objective(grpo, CLIP, PI[[i]], old[[i]], [[0]], REF[[i]], 1, kl) for i in range(4)]
     c = -old * torch.cat([push for _, push in rows])
     found = -sum(chance * J for chance, (J, _) in zip(old[:, 0], rows))
@@ -162,7 +162,7 @@ def test_4_grpo_k3_has_the_gradient_of_the_forward_kl(kl, old, mean, gradient):
     (1.5, 2, 0.32, 0), (0.5, 0, 0.32, 0)])           # V has left it, towards R
 def test_5_ppo_value_loss(V, R, loss, slope):
     """V was 1, so clip(V) is within .8 ... 1.2. The loss is half the larger of (V - R)^2 and
-    (clip(V) - R)^2, and slope is its derivative by V. Inside the range the loss is .4^2/2 = .08 and
+    (clip(V) - R)^2, and slope is its derivative by V. Inside the range, the loss is .4^2/2 = .08 and
     .6^2/2 = .18. A V that has left it away from R is brought back: .5^2/2 = .125. A V that has left it
     towards R is held, and its slope is 0: (1.2 - 2)^2/2 = (.8 - 0)^2/2 = .32."""
     values, mask = tensor([[V, V], [V, V]]).requires_grad_(), tensor([[1, 1], [1, 0]])

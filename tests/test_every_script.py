@@ -1,7 +1,7 @@
-"""What holds for every objective, tested on every script beside common.py: copy grpo.py, edit its objective,
-and these tests run over your copy. Functions get what they ask for by the names of their parameters. A copy
-may train some of the tokens only, by its mask. Groups have four completions, and rewards are graded: nearly
-all are different. A copy that needs flags of its own here, or rewards of 0 and 1, says so, for instance:
+"""What holds for every objective, tested on every script next to common.py: copy grpo.py, edit its objective,
+and these tests run on your copy, too. They call its functions by the names of their parameters. A copy may
+mask out some of the tokens. Groups have four completions, and nearly all of their rewards differ. If your
+copy needs flags of its own here, or rewards of 0 and 1, define in it, for example:
 
     TEST_FLAGS = {"k": 1}
     TEST_REWARD = "right or wrong"
@@ -23,15 +23,15 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 OURS = ("ppo", "grpo", "gspo")
 
 def prepared(script, **flags):
-    """Groups of four. t3 pays best, but the last group gets equal rewards."""
+    """Groups of four. t3 gets the highest reward, but all rewards of the last group are equal."""
     def reward(problems, texts):
-        paid = [float("t3" in text) for text in texts] if right_or_wrong else count_t3(problems, texts)
-        return [x * (problem["question"] != "5") for problem, x in zip(problems, paid)]
+        given = [float("t3" in text) for text in texts] if right_or_wrong else count_t3(problems, texts)
+        return [x * (problem["question"] != "5") for problem, x in zip(problems, given)]
     right_or_wrong = getattr(script, "TEST_REWARD", None) == "right or wrong"
     return Trainer(script, reward, **{"group_size": 4} | flags)
 
 def known(script, **flags):
-    """Those of the flags that the script has."""
+    """The flags that the script has."""
     return {name: value for name, value in flags.items() if name in settings(script)}
 
 @pytest.fixture(params=SCRIPTS)
@@ -42,7 +42,7 @@ def script(request):
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_the_gradient_of_an_update_from_whole_logits(name, options):
-    """A row at a time, without common.py: temperature, shift by one, uncounted tokens, division by rows."""
+    """Row by row, without common.py: temperature, shift by one, mask, division by the number of rows."""
     script = importlib.import_module(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
@@ -73,8 +73,8 @@ def other_padding(rollout):
     return other
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
-    """And the same statistics: those of all rows, not of the last micro-batch. Neither padding nor the order
-    of rows matters. The step of a minibatch is as if its rows were the rollout."""
+    """And the same statistics, over all rows. Padding and the order of rows don't matter. A minibatch's step
+    is that of a rollout with only its rows."""
     trainer, rollout = prepared(script).moved()
     whole, stats = trainer.gradients(rollout)
     for rows, tokens in [(other_padding(rollout), 4096), (rollout, 40), (rollout, 1)]:
@@ -83,14 +83,14 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
     assert all(map(math.isfinite, [*trainer.stats.values(), *stats.values()])), (
-        "a statistic is NaN: is old_logp read in rows that has_gradient leaves out?")
+        "a statistic is not finite: is it a mean over no token, or no row?")
     parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]  # 2, 2, 1, 1 groups
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
-    """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics are
-    those of every micro-batch of both passes."""
+    """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics include
+    every micro-batch of both passes."""
     trainer = prepared(script, minibatches=4, epochs=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     calls, losses = spy(monkeypatch, common, "token_logprobs"), spy(monkeypatch, script, "policy_loss")
@@ -109,7 +109,7 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, monkeypatch):
-    """The ratio starts at 1. In bfloat16 log-probs depend on the cut: old ones are of the update's pieces."""
+    """The ratio starts at 1. In bfloat16, that takes the same micro-batches for old and new log-probs."""
     trainer = prepared(script, dtype=dtype, minibatches=4, micro_batch_tokens=100, max_new_tokens=30)
     calls = spy(monkeypatch, common, "token_logprobs")
     trainer.update()
@@ -121,8 +121,8 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
-    """Real runs meet such steps: nothing may crash or become NaN. Nor is anything trained through the reward,
-    or in the reference."""
+    """Such steps occur in real runs: nothing may crash or become NaN. Neither the reward nor the reference
+    may get a gradient."""
     trainer = prepared(script, minibatches=2, **known(script, beta=beta))
     weight = torch.ones((), requires_grad=True)
     trainer.reward = lambda problems, texts: weight * torch.ones(len(texts))
@@ -134,7 +134,7 @@ def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
     assert all(p.grad is None for p in trainer.reference.parameters())
 
 def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
-    """The last group gets eight tokens more; all rewards stay. A copy may whiten over the rollout."""
+    """The last group gets eight more tokens; the rewards stay. A copy may whiten over the rollout."""
     rows, found = [[3 + i % 5] * (20 + i * 5 % 7) for i in range(24)], []
     for more in ([], [6] * 8):
         def generate(model, tokenizer, problems, *rest):
@@ -151,9 +151,8 @@ def test_an_advantage_does_not_change_with_the_length_of_another_group(script, m
         "an advantage depends on the length of another group: wrong, unless the objective says so"))
 
 def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypatch):
-    """What it drew with a smaller probability than pi_old's came too seldom, so it may only count for more:
-    its weight is pi_old over the sampler's. What it drew with a larger one may only count for less. Without
-    such a weight the sampler changes nothing."""
+    """What it samples with a smaller probability than pi_old comes too seldom, so it may only count for more
+    (its weight is pi_old over the sampler's), and the other way round. Without a weight nothing changes."""
     real, pushes = common.generate, []
     for off in (-0.03, 0.0, 0.03):
         def generate(*given):
@@ -168,24 +167,24 @@ def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypa
 # --- policy_loss
 
 def test_the_token_that_ends_a_completion_is_trained(script):
-    """Else stopping is never learnt: end-of-sequence has a gradient as the other tokens of its row have."""
+    """Otherwise stopping is never learned: the EOS has a gradient, like the other tokens of its row."""
     trainer = prepared(script, max_new_tokens=20)
     trainer.args.beta = 0.0  # the KL alone would push every token
     rollout, ends = trainer.rollout, []
     _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)
     for i, start in enumerate(rollout["prompt_length"].tolist()):
-        ids, pushed = rollout["ids"][i, start:start + rollout["completion_length"][i]], (gradient[i] != 0).tolist()
-        n, finished = len(ids), bool(rollout["finished"][i])
+        n, finished = int(rollout["completion_length"][i]), bool(rollout["finished"][i])
+        ids, pushed = rollout["ids"][i, start:start + n], (gradient[i] != 0).tolist()
         assert (ids == 1).tolist() == [False] * (n - 1) + [finished] and not any(pushed[n:])
         assert script.__name__ not in OURS or pushed[:n] == [pushed[0]] * n
         ends += [pushed[n - 1]] * finished
     assert sum(ends) >= (3 if script.__name__ in OURS else 1), (
-        f"{len(ends)} completions end with end-of-sequence, and {sum(ends)} of these tokens have a gradient: "
-        "so stopping is not learnt. Ignore it only if the objective leaves these tokens out on purpose.")
+        f"{len(ends)} completions end with an EOS, and {sum(ends)} of these tokens have a gradient: stopping "
+        "is not learned. Ignore this only if the objective leaves these tokens out on purpose.")
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_a_row_without_tokens_adds_nothing(name, options):
-    """Neither NaN nor a gradient, alone or beside others; the statistics are those of the others."""
+    """Neither NaN nor a gradient, alone or with others, and nothing to the statistics."""
     script, rows = importlib.import_module(name), random_rows(4, lengths=(3, 0, 7, 1))
     empty, others = ({key: x[keep] for key, x in rows.items()} for keep in ([1], [0, 2, 3]))
     args = settings(script, **options)
@@ -197,7 +196,7 @@ def test_a_row_without_tokens_adds_nothing(name, options):
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_log_ratios_of_two_hundred_stay_finite(name, options):
-    """exp(200) is inf in float32, and where it is masked 0 * inf would be NaN."""
+    """exp(200) is inf in float32, and where the mask is 0, 0 * inf would be NaN."""
     script, zero = importlib.import_module(name), torch.zeros(2, 3)
     for old, ref in [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)]:
         rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
@@ -210,7 +209,7 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options):
 # --- whole runs
 
 def test_a_policy_learns(script):
-    """t3 pays best, and becomes the commonest token."""
+    """t3 gets the highest reward, and becomes the most common token."""
     trainer, rewards = prepared(script, group_size=8, minibatches=2, temperature=1.0), []
     trainer.use_adam(lr=0.02)
     for step in range(12):
@@ -220,5 +219,5 @@ def test_a_policy_learns(script):
         rewards.append(trainer.stats["reward"])
     before, after = sum(rewards[:3]), sum(rewards[-3:])
     assert after > (3 if script.__name__ in OURS else 1.5) * before, (
-        f"in 12 steps the reward went from {before / 3:.2f} to {after / 3:.2f}. Ignore it only if the "
-        "objective is to learn slowly, or another thing than the reward.")
+        f"in 12 steps the reward went from {before / 3:.2f} to {after / 3:.2f}. Ignore this only if the "
+        "objective is to learn slowly, or something other than the reward.")

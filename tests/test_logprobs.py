@@ -1,4 +1,4 @@
-"""token_logprobs against the whole log-softmax in float64, in value and gradient, and its memory."""
+"""token_logprobs: its values and gradients, compared with the full log-softmax in float64, and its memory."""
 import types
 
 import pytest
@@ -17,12 +17,12 @@ T = 0.6
     ("qwen2", {}), ("gpt2", {}), ("phi", {}),  # which has a bias
     ("gemma2", {"head_dim": 4, "final_logit_softcapping": 2.0})])
 def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temperature, chunk, monkeypatch):
-    """Ragged rows with holes, the ids of end-of-sequence and padding inside their prompts, against each row
-    alone; in one chunk, or in several, of which the last is smaller."""
+    """Ragged rows with holes, and with EOS and padding ids in their prompts, compared with each row alone. In
+    one chunk, or in several, of which the last is smaller."""
     monkeypatch.setattr(common, "CHUNK", chunk * 64)
     model = tiny_model(kind, dtype=torch.float64, **{"pad_token_id": 0} | head)
     for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)  # a bias begins with zeros
+        p.data += 0.1 * torch.randn_like(p)  # a bias starts at zero
     batch = random_batch(7, seed=1)
     batch["ids"][0, :3], batch["ids"][1, 0] = torch.tensor([1, 0, 1]), 0
     batch["mask"] = holes(batch["mask"])
@@ -36,8 +36,7 @@ def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temper
     torch.testing.assert_close(ours, theirs, rtol=10 * close, atol=close * largest)
 
 def test_float32_and_zero_outside_the_mask():
-    """In --dtype bfloat16, too: weights, gradients and log-probs stay in float32, products are rounded. The
-    gradient is the same to the bit if layers run again."""
+    """Also with --dtype bfloat16, which rounds only products. Checkpointing changes no bit of gradients."""
     model, batch, gradients = tiny_model().train(), random_batch(6, seed=2), []
     for set_checkpointing in (lambda: None, lambda: recompute(model)):
         set_checkpointing()
@@ -50,8 +49,7 @@ def test_float32_and_zero_outside_the_mask():
     assert 1e-3 < (logp.double() - full_logprobs(model, batch, T)).abs().max() < 0.2
 
 def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
-    """Within autocast, as the sampler calls it, and outside: the head's product is float32. Only completion
-    tokens reach the head."""
+    """Neither within autocast, where the sampler calls it, nor outside. Only completions reach the head."""
     model, batch, calls = tiny_model(), random_batch(3), spy(monkeypatch, common, "head_logits")
     common.token_logprobs(model, batch, settings(grpo, dtype="bfloat16"))
     assert len(calls[0].hidden) == batch["mask"].sum()
@@ -62,9 +60,9 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
 
 def test_dropout_is_off_and_training_uses_no_mask(tmp_path, family, monkeypatch):
-    """Old log-probs, which have no gradient, are the new ones. Rows padded on the right need no mask, as
-    attention is causal: the fast kernels ask for that. With checkpointing each of the two layers runs twice,
-    those of the critic, too. The head multiplies in tf32 unless --dtype is float32."""
+    """So old and new log-probs are equal, and fast kernels, which take no mask, can be used. With gradient
+    checkpointing, each of the two layers runs twice, also in the critic. The head's product is in tf32 unless
+    --dtype is float32."""
     rate = "attn_pdrop resid_pdrop embd_pdrop" if family == "gpt2" else "attention_dropout"
     source, batch = save_tiny(tmp_path, family, **dict.fromkeys(rate.split(), 0.5)), random_batch(5)
     sdpa, calls = torch.nn.functional.scaled_dot_product_attention, []
@@ -87,8 +85,7 @@ def test_dropout_is_off_and_training_uses_no_mask(tmp_path, family, monkeypatch)
         calls.clear()
 
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
-    """Between the two, and of other chunks, no logits are kept: that is what the memory of a GPU holds. A
-    tensor of a chunk takes .27 GB, as its comment says."""
+    """So it need not be kept. The logits of a chunk take .27 GB, as the comment says."""
     assert 0.2e9 < 4 * common.CHUNK < 0.3e9
     monkeypatch.setattr(common, "CHUNK", 10 * 64)
     model, calls, rows = tiny_model(vocab_size=64), spy(monkeypatch, common, "head_logits"), [10, 10, 5]

@@ -1,4 +1,4 @@
-"""math_reward pays a right answer in any spelling and nothing else; no completion can stop or hang it."""
+"""math_reward accepts a right answer in any spelling and nothing else; no completion can crash or hang it."""
 import itertools
 import random
 import timeit
@@ -57,25 +57,27 @@ HOSTILE = r"\boxed{ \boxed{1} <answer> #### { } \ $ 1, a= \boxed{((((".split() +
 INSIDE = ["(", "1,", "1 ", "{1", "√", "\\frac", "\\frac{1}{", "frac{", "a=", "(a,", "<", "±1,", "x^", "9",
           "+ ", "( )/", "/9e999", "1 1/", "=,", "3 cm", "1,234%", "text", "text {", "sqrt(", "frac12", "\\"]
 
-def paid(answer, gold):
+def graded(answer, gold):
     return math_reward(f"Thus $\\boxed{{{answer}}}$.", gold)
 
 @pytest.mark.parametrize("gold, answer", EQUAL)
-def test_pays_the_same_answer_in_another_spelling(gold, answer):
-    assert paid(answer, gold) == paid(gold, answer) == paid(gold, gold) == 1.0
+def test_the_same_answer_in_another_spelling_is_right(gold, answer):
+    assert graded(answer, gold) == graded(gold, answer) == graded(gold, gold) == 1.0
     assert math_reward(f"<answer> {answer} </answer>", gold) == 1.0
     assert math_reward(f"so\n#### {answer}\n", f"why\n#### {gold}") == 1.0
 
 @pytest.mark.parametrize("gold, answer", UNEQUAL)
-def test_never_pays_another_answer(gold, answer):
-    assert paid(answer, gold) == paid(gold, answer) == math_reward(f"<answer>{answer}</answer>", gold) == 0.0
+def test_another_answer_is_wrong(gold, answer):
+    assert graded(answer, gold) == graded(gold, answer) == 0.0
+    assert math_reward(f"<answer>{answer}</answer>", gold) == 0.0
 
 @pytest.mark.parametrize("gold, answer, right", [
-    ("6", "2+2+2 = 6", 1), ("6", "$2 + 2 + 2 = 6$", 1), ("-6", "2*(-3)=-6", 1), ("6", "3=6", 0), ("6", "x+2=6", 0),
-    ("6", "2+2+2=7", 0), ("6", "2+2=4=6", 0), ("2+5=7", "3+4=7", 0), ("2+5=7", "2+5=7", 1), ("7", "2+5", 0)])
+    ("6", "2+2+2 = 6", 1), ("6", "$2 + 2 + 2 = 6$", 1), ("-6", "2*(-3)=-6", 1), ("6", "3=6", 0),
+    ("6", "x+2=6", 0), ("6", "2+2+2=7", 0), ("6", "2+2=4=6", 0), ("2+5=7", "3+4=7", 0), ("2+5=7", "2+5=7", 1),
+    ("7", "2+5", 0)])
 def test_the_result_of_a_sum_is_its_right_side(gold, answer, right):
-    """Unless an equation is what was asked for."""
-    assert paid(answer, gold) == right
+    """Unless the gold answer is an equation."""
+    assert graded(answer, gold) == right
 
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
@@ -90,14 +92,14 @@ def test_gold_in_any_form_readable_or_not():
     for gold in ("", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
         assert not any(math_reward(text, gold) for text in (*texts, f"<answer>{gold}</answer>")), gold
 
-def test_never_raises_and_pays_no_noise():
+def test_noise_never_raises_and_is_wrong():
     rng = random.Random(0)
     alphabet = [*"0123456789.,-+*/^_=<>()[]{}%$!|&; \n\\axe\x00²√±π\ud83d\ue000", *"()/{}+ " * 2]
     alphabet += ["\\frac", "\\boxed{", "\\text{", "\\sqrt", "\\pm", "####", "9e999", "9e-999"]
     for _ in range(2000):
         text = "".join(rng.choices(alphabet, k=rng.randrange(40)))
         own = math_reward(f"<answer>{text}</answer>", text)
-        assert {own, paid(text, "123.75"), paid("123.75", text)} <= {0.0, 1.0}
+        assert {own, graded(text, "123.75"), graded("123.75", text)} <= {0.0, 1.0}
 
 def seconds(text, gold):
     return min(timeit.repeat(lambda: math_reward(text, gold), number=1, repeat=3))

@@ -1,4 +1,4 @@
-"""The README's step by hand, computed by the scripts; links, commands and examples of all pages."""
+"""README's step by hand, computed by the scripts; the links, commands and examples of all pages."""
 import itertools
 import re
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import CHATML, ROOT, call, char_tokenizer, settings, tensor64, tiny_config
+from conftest import CHATML, ROOT, call, char_tokenizer, settings, tiny_config
 
 import common
 import grpo
@@ -21,12 +21,12 @@ README, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in 
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
 
 def columns(start):
-    """The rows below such a header in a block of text, whose cells are two spaces apart."""
+    """The rows below a header that starts like this, in a block of text whose cells are two spaces apart."""
     lines = README[README.index(start):].partition("\n```")[0].splitlines()
     return [re.split(r"\s{2,}", line) for line in lines[1:]]
 
 def same(cells, values):
-    """Each cell is its value, rounded to as many digits as are printed."""
+    """Each cell is its value, rounded to the digits that are printed."""
     for cell, value in zip(cells, values, strict=True):
         digits = len(cell.partition(".")[2])
         assert abs(float(cell) - torch.as_tensor(value).item()) <= 0.5001 * 10 ** -digits, (cell, value)
@@ -39,9 +39,9 @@ MASK = (torch.arange(4) < LENGTHS).double()  # (4, 4)
 
 def column(i):
     """A column of the table as (4, 4)."""
-    return torch.zeros_like(MASK).masked_scatter(MASK > 0, tensor64([float(row[i]) for row in HAND]))
+    return torch.zeros_like(MASK).masked_scatter(MASK > 0, MASK.new_tensor([float(row[i]) for row in HAND]))
 
-V, R, NEW = column(3), tensor64([1, 0, 0, 0]), column(5)  # log w is given, so log pi_old may be 0
+V, R, NEW = column(3), MASK.new_tensor([1, 0, 0, 0]), column(5)  # log w is given, so log pi_old may be 0
 
 def advantages():
     """(4, 4) of PPO, without KL and whitening, and (4, 1) of a group."""
@@ -50,7 +50,7 @@ def advantages():
     return ppo.gae(rewards, V, MASK, args.gamma, args.lam)[0], grpo.group_advantages(R, 4)[:, None]
 
 def pushes(script):
-    """The gradient of N J by log pi, and the loss, of the four completions."""
+    """The gradient of N J with respect to log pi, and the loss, for the four completions."""
     x, (critic, group) = NEW.clone().requires_grad_(), advantages()
     rows = {"logp": x, "old_logp": 0 * MASK, "ref_logp": None, "mask": MASK,
             "adv": critic if script is ppo else group}
@@ -77,7 +77,7 @@ def test_the_pushes_of_one_step():
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_and_commands(page):
-    """Every page, file and section that a page links to is there. The scripts know the flags of its commands
+    """Every page, file and section that a page links to exists. The scripts know the flags of its commands
     (--resume needs a run, so it is left out)."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]*))?\)", text):
@@ -93,17 +93,18 @@ def test_links_and_commands(page):
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_no_line_of_a_page_becomes_a_list_by_chance(page):
     """Every paragraph is one line. A wrapped line that begins with "- " would be a list item on the rendered
-    page, and cut the formula or the sentence that it belongs to."""
+    page, and break up its formula or sentence."""
     def kind(line):
         mark = re.match(r" *([-+*] |\d+[.)] |[|#<>]|$)", line)
         return mark[1][-1:] if mark else "a paragraph"
-    text = re.sub(r"\A---.*?---\n|^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"\A---.*?---\n|^ *```.*?^ *```$", "", text, flags=re.M | re.S)
     for before, line in itertools.pairwise(text.splitlines()):
         assert kind(line) == "" or kind(before) in ("", "#") or kind(before) == kind(line) in (" ", "|"), line
         assert line.count("$`") == line.count("`$"), line
 
 def test_the_test_of_equations_that_is_shown(monkeypatch):
-    """It passes on a copy that is grpo.py, and fails on one whose denominator is another."""
+    """It passes on a copy of grpo.py, and fails if the denominator is different."""
     code, = re.findall(r"^```python\n(.*?)^```", FORKS, re.S | re.M)
     names = {}
     monkeypatch.setitem(sys.modules, "mine", grpo)
@@ -115,7 +116,7 @@ def test_the_test_of_equations_that_is_shown(monkeypatch):
         names["test_my_equations"]()
 
 def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
-    """math_verify is a stand-in: it is not required. The reward model is a tiny one with a chat template."""
+    """math_verify is not required, so it is a stand-in; the reward model is tiny, with a chat template."""
     torch.manual_seed(0)
     config = tiny_config("qwen3", 104, num_labels=1, initializer_range=0.5, num_hidden_layers=1)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()

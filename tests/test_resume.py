@@ -1,4 +1,4 @@
-"""Checkpoints and --resume: bit-equal to a run that was never stopped, and nothing is lost on the way."""
+"""Checkpoints and --resume: bit for bit like a run that was never stopped, and nothing gets lost."""
 import itertools
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def resume(script, out, flags=""):
     return train(script, f"--resume {flags}", out=out)
 
 def same_runs(one, two):
-    """Two runs ended in the same weights, optimiser state and metrics; nothing half-made lies beside them."""
+    """Two runs ended with the same weights, optimizer state and metrics, and left nothing half-written."""
     a, b = newest(one), newest(two)
     files = [{path.name for path in folder.iterdir()} for folder in (a, b)]
     assert a.name == b.name and files[0] == files[1] >= {"model.safetensors"}
@@ -43,14 +43,14 @@ def same_runs(one, two):
     (ppo, 1, 3, "--beta 0.1 --epochs 2"), (gspo, 1, 2, "--dtype bfloat16 --token_level --beta 0.1 --seed 5"),
     (grpo, 3, 5, "--dtype bfloat16 --beta 0.1 --ref_every 2")])
 def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(script, cut, total, flags, spread):
-    """Weights, moments, schedule, reference, critic, metrics; only --steps is given anew."""
+    """Weights, moments, schedule, reference, critic and metrics. Only --steps is given again."""
     train(script, f"{STEADY} {flags} --steps {total}", out="whole")
     train(script, f"{STEADY} {flags} --steps {cut}", out="part")
     assert [row["step"] for row in resume(script, "part", f"--steps {total}")] == list(range(total + 1))
     same_runs("whole", "part")
 
 class Killed(BaseException):
-    """Raised where a kill might come."""
+    """Raised where a run might be killed."""
 
 def killed(*given, **named):
     raise Killed
@@ -59,8 +59,7 @@ def killed(*given, **named):
     (torch, "save"), (Path, "replace"), (transformers.PreTrainedTokenizerBase, "save_pretrained"),
     (transformers.PreTrainedModel, "save_pretrained")])
 def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, monkeypatch):
-    """What is found has the weights, moments and metrics of its step; afterwards every model is there, and
-    the optimiser of the newest."""
+    """Weights, moments and metrics are loaded from one step. Later saves work, and keep all models."""
     policy, tokenizer, states = tiny_model(), tiny_tokenizer(), {}
     optimizer = common.Optimizer(policy, 0.01, settings(grpo, warmup_steps=0))
     Path("run").mkdir()
@@ -73,7 +72,7 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
         states[step] = {key: weight.clone() for key, weight in policy.state_dict().items()}
         common.save_checkpoint("run", step, tokenizer, policy, {"policy": optimizer})
 
-    save(9)  # 10 is newer, though a text that begins with 9 is sorted after it
+    save(9)  # 10 is newer, although "9" is sorted after "10"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(module, name, killed)
         save(10)
@@ -88,7 +87,7 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
 
 @pytest.mark.parametrize("every", [2, 100])
 def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, spread, monkeypatch):
-    """A kill may also leave half a checkpoint, rows too many, half a last row."""
+    """A kill may also leave half a checkpoint, too many rows, and half of the last row."""
     real, count = grpo.collect, itertools.count(1)
     train(grpo, f"{STEADY} --steps 3", out="whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -101,8 +100,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, sp
     same_runs("whole", "part")
 
 def test_a_resumed_run_has_its_own_flags_and_those_given_again_override(spread, monkeypatch):
-    """The rows of metrics.jsonl say which steps had which learning rate. args.json, which holds the flags, is
-    replaced: a kill leaves the old one. Another script does not continue the run."""
+    """metrics.jsonl shows which steps had which learning rate. The new flags are saved in args.json, too."""
     train(grpo, f"{TINY} --temperature 0.7 --kl wk3 --system_prompt Why")
     calls = spy(monkeypatch, grpo, "collect")
     resume(grpo, "run", "--steps 2 --lr 0.5 --no-gradient_checkpointing")

@@ -1,9 +1,7 @@
-"""Sampling: what is drawn, from which distribution, how it is laid out, and that nothing else is touched."""
+"""Sampling: which tokens, from which distribution, in which layout, and where a completion ends."""
 import copy
-import inspect
 import json
 import math
-from unittest import mock
 
 import pytest
 import tokenizers
@@ -24,8 +22,8 @@ def generate(model, prompts, group_size, T, temperature=1.0, tokenizer=None, **f
     return common.generate(model, tokenizer, problems, group_size, args)
 
 def completions_of(rollout, prompts, group_size=1):
-    """The completions as lists. The rollout must be prompts, then completions, padded on the right up to the
-    longest, its texts the completions without a stop token, its problems each group_size times in order."""
+    """The completions as lists. The rollout must have prompts, then completions, then padding; as texts, the
+    completions without a stop token; and each problem group_size times, in order."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     assert [problem["prompt"] for problem in rollout["problems"]] == prompts
     ends = (rollout["prompt_length"] + rollout["completion_length"]).tolist()
@@ -43,8 +41,8 @@ def completions_of(rollout, prompts, group_size=1):
 
 @pytest.mark.parametrize("pad", [None, "t1", "t0"])
 def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
-    """Also where padding = eos. One in the prompt is prompt. A row without one is not finished, one with it
-    in the last place is. Another special token, such as <answer>, stays in the text."""
+    """Also where padding is EOS. Stop tokens in the prompt don't count; one in the last place finishes a row.
+    Other special tokens, such as <answer>, stay in the text."""
     prompts, model = [[7], [5, 1, 1], [1, 0], [8, 9, 9], [4]], tiny_model()
     written = [[3, 4, 1, 1, 6], [3, 4, 5, 6, 7], [1, 1, 1, 1, 1], [3, 3, 2, 1, 5], [3, 3, 3, 3, 1]]
     sampled = torch.tensor(written), -torch.arange(1.0, 26).view(5, 5)
@@ -56,14 +54,9 @@ def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
     assert rollout["finished"].tolist() == [True, False, True, True, True]
     assert rollout["sampled_logp"][0].tolist() == [-1, -2, -3, 0, 0]
 
-def test_the_cache_has_the_name_that_models_ask_for(family):
-    """transformers 5.24 renamed it. A model that does not get it would sample from one token of context."""
-    assert common.CACHE in inspect.signature(tiny_model(family).base_model.forward).parameters
-
 def test_tokens_that_stop(tmp_path):
-    """Those of generation_config, one or several, and the tokenizer's; neither need have any. And what ends a
-    turn in the chat template, if that is a special token: in Qwen2.5's base models it is not eos, 1. Whoever
-    loads the trained model finds them in its generation_config."""
+    """Those of generation_config and of the tokenizer, if any, and what ends a turn in the chat template, if
+    it is a special token: in Qwen2.5's base models it is not the EOS. All end up in generation_config."""
     model, no_mark = tiny_model(), CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]")
     tiny, chat = tiny_tokenizer(), char_tokenizer(CHATML)
     end = chat.convert_tokens_to_ids("<|im_end|>")
@@ -81,8 +74,8 @@ GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n
          "<end_of_turn>\n{% endfor %}")
 PHI = ("{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
        "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-           "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}"
+           " [/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
 DEEPSEEK = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
             "{% else %}<|Assistant|></think>{{ m['content'].split('</think>')[-1] }}<|end_of_sentence|>"
             "{% endif %}{% endfor %}")
@@ -106,11 +99,11 @@ LOWER = "{% for m in messages %}<s>{{ m['content'] | lower }}</s>{% endfor %}"
     (SMOL, "<|im_start|> <|im_end|>", "<|im_end|>"),
     (THINK, "<|im_start|> <|im_end|> <think> </think>", "<|im_end|>"),
     (CHATML.replace("<|im_end|>", "</answer><|im_end|>"), "<answer> </answer> <|im_end|>", "<|im_end|>"),
-    (LOWER, "<s> </s>", "<s>")])  # the answer is not found again: the first token is harmless
+    (LOWER, "<s> </s>", "<s>")])  # ANSWER becomes lower case and is not found; to stop at <s> is harmless
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
-    """Besides <eos>: the first added token behind the answer, whether it is called special or not. In Gemma
-    newlines are added tokens, too: they are no end. Nor is a tag that closes the answer."""
+    """In addition to <eos>: the first added token after the answer, whether it is called special or not, but
+    not a newline, which is an added token in Gemma, or a tag that closes the answer."""
     tokenizer, kind = char_tokenizer(chat), tokenizers.AddedToken
     tokenizer.backend_tokenizer.add_tokens(
         [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split() if "im_" not in x])
@@ -122,27 +115,16 @@ def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, en
 WINDOW = {"sliding_window": 4}
 MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
 
-@pytest.mark.parametrize("family, config", [("gpt2", {}), ("qwen2", MIXED)])
-@torch.no_grad()
-def test_greedy_tokens_are_those_of_transformers(family, config):
-    """Of each row alone, by transformers' generate."""
-    model = tiny_model(family, seed=3, **config)
-    model.generation_config.eos_token_id = [*range(1, 64, 5)]
-    alone = [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=14)[0, len(p):].tolist()
-             for p in PROMPTS]
-    assert completions_of(generate(model, PROMPTS, 1, 14, 1e-5), PROMPTS) == alone
-
 @pytest.mark.parametrize("family, config", [
     ("qwen3", {}), ("gpt2", {}),  # positions by rotation, or learned
-    ("qwen2", MIXED), ("mistral", WINDOW),  # one layer sees the last four positions only, or both do
-    # In these two attention's scale is not 1 / sqrt(head width).
+    ("qwen2", MIXED), ("mistral", WINDOW),  # one layer, or both, see only the last four positions
+    # In these two, the scale of attention is not 1 / sqrt(head width).
     ("gemma3_text", MIXED | {"query_pre_attn_scalar": 2, "head_dim": 8}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True})])
 @torch.no_grad()
 def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, monkeypatch):
-    """In float64, of each row alone and unpadded: log softmax(logits / T). Prompts are ragged, and read once
-    for three completions that lie side by side; rows stop early and are dropped; the model is in training
-    mode with gradient checkpointing."""
+    """By log softmax(logits / T) in float64, each row alone and unpadded. Prompts are ragged, and read once
+    for three completions. Finished rows are dropped. The model is in training mode, with checkpointing."""
     torch.manual_seed(0)
     model = tiny_model(family, seed=3, **config)
     exact, calls = copy.deepcopy(model).double().eval(), spy(monkeypatch, model.base_model, "forward")
@@ -157,8 +139,8 @@ def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, monkeypa
     assert rollout["sampled_logp"].dtype == torch.float32 and gap.abs().max() < 2e-5
 
 def test_draw_never_takes_what_has_no_chance(monkeypatch):
-    """Nor an id beyond the last, by a uniform number of almost 0 or 1, or where sums fall short of 1. Sums
-    are in float64: in float32 those of a GPU, which adds in parallel, may fall."""
+    """Nor an id beyond the last one, for random numbers near 0 or 1, or where sums fall short of 1. Sums are
+    in float64, because in float32 a GPU, which adds in parallel, may let them decrease."""
     logits, many = torch.full((4, 7), -math.inf), torch.linspace(-9, 9, 64_000).sin().view(64, 1000) * 9
     logits[:, [2, 4]], seen, real = 1.0, [], torch.searchsorted
     monkeypatch.setattr(torch, "searchsorted", lambda *given: seen.extend(given) or real(*given))
@@ -171,8 +153,8 @@ def test_draw_never_takes_what_has_no_chance(monkeypatch):
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @torch.no_grad()
 def test_samples_come_from_the_softmax_of_whole_logits(temperature):
-    """Chi-square over all completions of two tokens: a top_k of 3 or a temperature 10 % off would stand out,
-    and so would a temperature above 1 that samples and log-probs ignore alike."""
+    """Chi-square over all completions of two tokens. A top_k of 3 would stand out, and so would a temperature
+    that is off by 10%, or that samples and log-probs both ignore."""
     model = tiny_model(vocab_size=6, seed=1, tie_word_embeddings=False)
     N, prompts = 8000, [[3, 4, 2], [5]]
     model.get_output_embeddings().weight.div_(model(torch.tensor([[3, 4, 2]])).logits[0, -1].std())
@@ -188,7 +170,7 @@ def test_samples_come_from_the_softmax_of_whole_logits(temperature):
         df = torch.tensor(len(terms) - 1)
         assert (terms.sum() - df) / (2 * df).sqrt() < 5
 
-# --- CUDA graphs, acted out on a CPU
+# --- CUDA graphs, emulated on a CPU
 
 class Graph(list):
     """Stands in for torch.cuda.CUDAGraph: a replay runs the recorded operations on the very same tensors."""
@@ -200,8 +182,8 @@ class Graph(list):
                     old.copy_(value)
 
 class Recording(TorchDispatchMode):
-    """Stands in for torch.cuda.graph: notes down operations, and takes back what they wrote; what they return
-    becomes NaN. To look at a value while recording is an error."""
+    """Stands in for torch.cuda.graph: records operations and undoes what they wrote; what they return becomes
+    NaN. To read a value while recording is an error."""
     def __init__(self, graph):
         super().__init__()
         self.graph, self.undo = graph, []
@@ -230,9 +212,9 @@ class Recording(TorchDispatchMode):
     ("float32", 512, [1] * 2, 300, [(4, 256), (4, 512), (1, 512)]),  # full, then rows dropped
     ("float32", 512, [300, 7], 220, [(4, 512), (4, 768)])])  # longer than what a recording adds
 def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, T, expected, monkeypatch):
-    """The log-probs are those of the training pass. There is a graph for the first token, for fewer rows and
-    for a full cache, each with as many rows, and columns in the cache, as listed. Python runs for prompts,
-    and twice for each recording. Keys are in the dtype of the values, or they would take twice the memory."""
+    """The log-probs are those of the training pass. Graphs are recorded for the first token, for fewer rows
+    and for a full cache: `expected` lists their rows and columns. The model runs on the prompts, and twice
+    per recording. Keys have the dtype of the values; otherwise they would take twice the memory."""
     model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
     model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1
     calls = spy(monkeypatch, model.base_model, "forward")
@@ -250,8 +232,8 @@ def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, 
 
 @pytest.mark.parametrize("family, config", [("qwen2", {}), ("mistral", WINDOW), ("qwen2", MIXED)])
 def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch, tmp_path, capsys):
-    """A sliding window counts its tokens in Python, which a replay does not run. check_model tries the graphs,
-    too, and the flag that does without them is named."""
+    """A sliding window counts its tokens in Python, which a replay does not run. check_model tests graphs,
+    too. The flag that turns them off is printed."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)
     args = settings(grpo, model=save_tiny(tmp_path, family, **config), max_new_tokens=9, cuda_graphs=True)
@@ -268,9 +250,9 @@ def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch, 
 
 @pytest.mark.parametrize("groups", [99, 1])
 def test_evaluate_counts_every_problem_once(groups, monkeypatch, tmp_path):
-    """A completion is graded against its own problem, and no more are sampled at a time than in a rollout.
-    The reward is right - 0.3, so that accuracy is not to be had from it."""
-    right, paid = [0, 1, 0, 1, 0, 1, 1], []
+    """Each completion is graded for its own problem, and no more are sampled at a time than in a rollout. The
+    reward is 0.3 lower than `right`, so that it cannot be taken for accuracy."""
+    right, graded = [0, 1, 0, 1, 0, 1, 1], []
     (tmp_path / "completions").mkdir()
     problems = [{"question": f"{i}", "answer": f"{i}", "prompt": [i] * (1 + i * 3 % 5)} for i in range(7)]
 
@@ -282,20 +264,20 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, tmp_path):
                 "completion_length": lengths}
 
     def reward(problems, texts):
-        paid.extend(texts)
+        graded.extend(texts)
         return [(text == f"#### {p['question']}") - 0.3 for p, text in zip(problems, texts, strict=True)]
     monkeypatch.setattr(common, "generate", generate)
     args = settings(grpo, temperature=0.6, prompts=groups, group_size=3, out=tmp_path)
     expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7, "eval_accuracy": 4 / 7}
     assert common.evaluate(None, None, problems, reward, args, 20) == pytest.approx(expected)
     records = map(json.loads, (tmp_path / "completions" / "held-out-20.jsonl").read_text().splitlines())
-    for record, problem, one, text in zip(records, problems, right, paid, strict=True):
+    for record, problem, one, text in zip(records, problems, right, graded, strict=True):
         tokens, is_right = len(problem.pop("prompt")), bool(one)
         assert record == problem | {"completion": text, "right": is_right, "reward": pytest.approx(one - 0.3),
                                     "tokens": tokens, "cut_off": tokens == 5}
 
 def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch, tmp_path):
-    """Two draw with the same numbers, so that they differ by the model alone; two batches of one do not."""
+    """All evaluations use the same random numbers, so that only the model differs; batches of one do not."""
     args = settings(grpo, prompts=2, group_size=2, out=tmp_path, max_new_tokens=9)
     problems = [{"prompt": [5, 6], "question": "", "answer": "5"}] * 8
     calls = spy(monkeypatch, common, "generate")

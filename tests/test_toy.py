@@ -1,4 +1,4 @@
-"""The toy: its data are right and keep the exam apart, make.py makes them again, and all scripts learn it."""
+"""The toy: right answers, no question twice, made again by make.py, and learned by all scripts."""
 import json
 import os
 import subprocess
@@ -15,7 +15,7 @@ SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encod
           for name in ("train", "test")}
 
 def value(text):
-    """7+2-5 -> 4, by another way than make.py's: a sum of signed digits."""
+    """7+2-5 -> 4, in another way than make.py: as a sum of signed digits."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
@@ -36,22 +36,21 @@ def test_make_py_makes_these_problems(monkeypatch):
 
 @pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
 def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch):
-    """With the end of sequence, or the model that RL starts from would never end one; also of six rows, which
-    are fewer than --prompts 16."""
+    """Including the EOS, or the model would never stop. Six rows are fewer than --prompts 16."""
     import sft
     calls = spy(monkeypatch, sft, "train")
     write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in sums(6)])
     sft.main(settings(grpo, model="model", dataset="warmup.jsonl", prompts=prompts, out="sft"))
     tokenizer = AutoTokenizer.from_pretrained("sft")
-    learnt = [tokenizer.decode(ids) for _, completions in calls[0].batches for ids in completions]
-    assert sorted(learnt) == sorted(row["answer"] + "<eos>" for row in sums(6))
+    learned = [tokenizer.decode(ids) for _, completions in calls[0].batches for ids in completions]
+    assert sorted(learned) == sorted(row["answer"] + "<eos>" for row in sums(6))
     assert len(calls[0].batches) == steps
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
-    """`python grpo.py` with no flag at all; the other two with fewer held-out problems, and ppo.py, which is
-    slow, with twelve steps. Neither a hundredth of the learning rate nor ten times the KL reaches this. After
-    training completions work in steps."""
+    """`python grpo.py` with no flags; the others with fewer held-out problems, and ppo.py, which is slow,
+    with twelve steps. Neither a hundredth of the learning rate nor ten times the KL gets there. After
+    training, completions work step by step."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     few = ["--eval_problems=640", "--eval_every=20"]
     flags = {"ppo": [*few, "--steps=12"], "grpo": [], "gspo": few}

@@ -24,7 +24,7 @@ OF_THE_RUN = """question_column answer_column system_prompt max_prompt_tokens ma
     prompts group_size""".split()
 
 def parse_args(argv=None):
-    """Parse the flags. If there is a run's args.json beside the model, it sets the defaults OF_THE_RUN."""
+    """Parse the flags. A run's args.json next to the model, if any, sets the defaults of OF_THE_RUN."""
     parser = common.make_parser(__file__, __doc__)
     add = parser.add_argument
     add("--compare", help="file that lists the models evaluated before")

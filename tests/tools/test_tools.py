@@ -1,4 +1,4 @@
-"""The tools: smoke tests, and what would go wrong silently."""
+"""The tools: smoke tests, and tests of what would go wrong silently."""
 import json
 import os
 
@@ -18,7 +18,7 @@ import ppo
 
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_timed(capsys):
-    """And the plain way computes the same log-probs."""
+    """The plain way computes the same log-probs."""
     flags = "--prompts 4 --group_size 4 --max_new_tokens 16 --minibatches 2 --device cpu"
     bench.main(grpo.parse_args(flags.split()))
     lines = capsys.readouterr().out.splitlines()[-5:]
@@ -37,7 +37,7 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
 
 @pytest.mark.parametrize("script", [ppo, grpo, gspo], ids=lambda script: script.__name__)
 def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
-    """While pi is pi_old, w is 1, and the pushes of a completion sum to the mean advantage of its tokens."""
+    """While pi is pi_old, w is 1, and a completion's pushes add up to the mean advantage of its tokens."""
     monkeypatch.chdir(tmp_path)
     lines = (ROOT / "tests/toy/train.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(lines[:40]))
@@ -55,14 +55,14 @@ def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
 def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     """The toy with two seeds, which sample different answers."""
     def evaluated(seed):
-        flags = f"--device cpu --dataset few.jsonl --eval_samples 2 --compare exam.jsonl --seed {seed}"
+        flags = f"--device cpu --dataset few.jsonl --eval_samples 2 --compare models.jsonl --seed {seed}"
         evaluate.main(evaluate.parse_args(flags.split()))
         return json.loads(capsys.readouterr().out.splitlines()[-1])
     monkeypatch.chdir(tmp_path)
     rows = (ROOT / "tests/toy/test.jsonl").read_text().splitlines()[:30]
     (tmp_path / "few.jsonl").write_text("\n".join(rows))
     results = [evaluated(seed) for seed in (0, 1)]
-    first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "exam.jsonl").open())
+    first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
@@ -70,7 +70,7 @@ def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     with pytest.raises(AssertionError, match="other problems"):
         evaluated(0)
 
-def test_temperature_0_takes_the_most_likely_tokens():
+def test_temperature_0_decodes_greedily():
     args = evaluate.parse_args("--device cpu --temperature 0 --max_new_tokens 9".split())
     model, prompt = tiny_model().eval(), [5, 6, 7]
     tokens, _ = common.sample(model, [prompt], 4, torch.tensor([64]), args)  # (4, 9); no token is 64
@@ -78,7 +78,7 @@ def test_temperature_0_takes_the_most_likely_tokens():
     assert torch.equal(tokens, logits[:, 2:-1].argmax(-1))
 
 def test_a_checkpoint_is_evaluated_with_the_flags_of_its_run(tmp_path):
-    """Here of PPO, which has more flags. Those on the command line win."""
+    """Here of ppo.py, which has more flags. Flags on the command line win."""
     run = ppo.parse_args("--model m --dataset d --system_prompt=Solve --dtype bfloat16 --steps 7".split())
     (tmp_path / "args.json").write_text(json.dumps(vars(run)))
     args = evaluate.parse_args(f"--model {tmp_path}/step-20/ --dataset d --dtype float32".split())

@@ -1,7 +1,7 @@
-"""Make the toy: sums to solve, and a small model with two habits of answering them; README.md
-says which and why. DIR becomes a Hugging Face model directory and data set directory in one.
+"""Make the toy: sums to solve, and a small model with two habits of answering them, explained in README.md.
+DIR becomes a Hugging Face model directory and dataset directory in one.
 
-    python tests/toy/make.py [--out DIR]    under a minute; without --out, the files beside it
+    python tests/toy/make.py [--out DIR]    under a minute; without --out, remakes the files next to it
 """
 import argparse
 import json
@@ -21,7 +21,7 @@ import grpo  # noqa: E402
 import sft  # noqa: E402
 
 STEPS, LR = 1200, 6e-3  # of the warm-up
-WORKED, GUESSED = 17, 23  # rows a step with either habit
+WORKED, GUESSED = 17, 23  # rows per step with each habit
 
 
 def sums(digits):
@@ -50,8 +50,8 @@ def make_problems():
 
 
 def make_model():
-    """A small Qwen3, not yet trained, and its tokenizer: one token a character, and three special
-    ones. The model learns faster for starting with large weights and a small rope_theta."""
+    """A small Qwen3, not yet trained, and its tokenizer: one token per character, and three special
+    ones. Large initial weights and a small rope_theta make the model learn faster."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     vocabulary = {token: i for i, token in enumerate([*"0123456789+-=?# \n", *special.values()])}
     characters = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
@@ -84,7 +84,7 @@ def as_ids(pairs, tokenizer):
 
 
 def warm_up(model, tokenizer, problems):
-    """Supervised training on what was drawn."""
+    """Train the model on STEPS batches of such pairs."""
     rng = random.Random(0)
     batches = [as_ids(draw(problems, rng), tokenizer) for _ in range(STEPS)]
     args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
@@ -94,7 +94,7 @@ def warm_up(model, tokenizer, problems):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make the toy anew.")
+    parser = argparse.ArgumentParser(description="Make the toy again.")
     parser.add_argument("--out", type=Path, default=HERE, help="default: %(default)s")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     for split, rows in problems.items():
         lines = [json.dumps(row) + "\n" for row in rows]
         (out / f"{split}.jsonl").write_text("".join(lines), newline="\n")
-    torch.set_num_threads(1)  # a second one gains nothing on products this small
+    torch.set_num_threads(1)  # a second one does not help with matrices this small
     model, tokenizer = make_model()
     warm_up(model, tokenizer, problems["train"])
     model.save_pretrained(out)

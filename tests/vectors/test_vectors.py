@@ -1,5 +1,5 @@
-"""Our scripts and forks agree with vectors.json. Their collect and update run here, but a model is a table,
-(N, 9), of log-probs or values, with junk in the padding and, if the mask has holes, between the tokens."""
+"""Our scripts and forks agree with vectors.json. Their collect and update run here, but a model is an (N, 9)
+table of log-probs or values, with junk in the padding and, if the mask has holes, between the tokens."""
 import functools
 import importlib
 import json
@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from check_vectors import FILE, fill, text
+from check_vectors import FILE, fill, gae, text
 from conftest import call, settings
 from patched import module_of, patched_copy
 
@@ -27,7 +27,7 @@ def script_of(name, folder):
 
 @pytest.fixture(params=["no holes", "holes"])
 def table(request):
-    """Turn rows of numbers into a float64 table, with junk, or the number `rest`, where there is no token."""
+    """Turn rows of numbers into a float64 table, with junk, or the number `rest`, where no token is."""
     def lay_out(batch, rows, rest=None):
         numbers = torch.randn(len(rows), 9) * 9 if rest is None else torch.full((len(rows), 9), rest)
         for i, row in enumerate(rows):
@@ -44,15 +44,15 @@ def each_token(rows, batch):
     return [x if isinstance(x, list) else [x] * n for x, n in zip(rows, batch["lengths"])]
 
 def flags_of(script, case, N, G):
-    """The settings of a case, as far as the script has such flags, with small micro-batches."""
+    """The settings of a case that the script has flags for, with small micro-batches."""
     flags = case | {"prompts": N // G, "group_size": G, "minibatches": 1, "epochs": 1, "gamma": 0.9}
     flags |= {"token_level": case["ratio"] == "sequence_token", "icepop": case.get("weight") == "masked"}
     flags |= {"sequence": "whole" in case, "max_new_tokens": case.get("T_max", 100), "micro_batch_tokens": 20}
-    flags |= VECTORS["ppo"] | {"vf_coef": 1.0} if case["advantages"] == "whitened" else {}
+    flags |= VECTORS["ppo"] | {"vf_coef": 0.3} if case["advantages"] == "whitened" else {}
     return settings(script, **{name: flags[name] for name in flags.keys() & vars(settings(script)).keys()})
 
 def step(script, case, batch, table, monkeypatch):
-    """A step of the script: its rollout, the loss, the gradients of policy and critic, and statistics."""
+    """A step of the script: its rollout, loss, gradients of policy and critic, and statistics."""
     N, G = len(batch["lengths"]), batch["group_size"]
     args, mask = flags_of(script, case, N, G), table([[1.0] * n for n in batch["lengths"]], 0.0)
     ends = (mask * torch.arange(1, 10)).amax(1)  # (N,) the last token; prompts have one token
@@ -70,25 +70,26 @@ def step(script, case, batch, table, monkeypatch):
     given = {"args": args, "problems": [{"prompt": []}] * (N // G), "reward": lambda *_: batch["rewards"],
              "tokenizer": None, "reference": table(batch["ref_logp"]) if args.beta else None}
     old = {"policy": table(batch["old_logp"]), "critic": table(batch["old_values"])}
-    made, _ = call(script.collect, given | old)
-    stats = call(script.update, given | {"rollout": made, "policy": policy, "optimizer": optimizer,
-                                         "critic": critic, "critic_optimizer": optimizer})
+    made, stats = call(script.collect, given | old)
+    stats |= call(script.update, given | {"rollout": made, "policy": policy, "optimizer": optimizer,
+                                          "critic": critic, "critic_optimizer": optimizer})
     return made, sum(losses), policy.grad, critic.grad, stats
 
 @pytest.mark.parametrize("which", BATCHES)
 @pytest.mark.parametrize("name", [name for name in CASES if name != TOKEN_MEAN])
 def test_our_scripts_and_forks_agree(name, which, table, tmp_path, monkeypatch):
-    """In loss and gradient; our scripts also in their advantages and clip_frac."""
+    """In loss and gradient; our scripts also in their advantages and clip_frac, and ppo.py in its critic."""
     case, of, near = CASES[name], BATCHES[which], {"rtol": 1e-9, "atol": 1e-9}
     lay_out = functools.partial(table, of["batch"])
     [right] = [one for one in of["policy_losses"] if one["name"] == name]
     rollout, loss, gradient, value_gradient, stats = step(
         script_of(name, tmp_path), case, of["batch"], lay_out, monkeypatch)
     torch.testing.assert_close(gradient, lay_out(right["gradient"], 0.0), **near)
-    value_loss = of["ppo"]["value_loss"] if name == "PPO" else 0
+    ppo = of["ppo"]
+    value_loss = 0.3 * ppo["value_loss"] if name == "PPO" else 0
     assert loss == pytest.approx(right["loss"] + value_loss, rel=1e-9, abs=1e-9)
     if name not in FORKS:
-        adv = each_token((of["advantages"] | of["ppo"])[case["advantages"]], of["batch"])
+        adv = each_token((of["advantages"] | ppo)[case["advantages"]], of["batch"])
         ratios = each_token(of["ratios"][case["ratio"].partition("_")[0]], of["batch"])
         torch.testing.assert_close(rollout["adv"] * rollout["mask"], lay_out(adv, 0.0), **near)
         pairs = [(w, A) for ws, As in zip(ratios, adv) if any(As) or case["beta"]
@@ -96,8 +97,12 @@ def test_our_scripts_and_forks_agree(name, which, table, tmp_path, monkeypatch):
         clipped = [A > 0 and w > 1 + case["eps_high"] or A < 0 and w < 1 - case["eps_low"] for w, A in pairs]
         assert stats["clip_frac"] == pytest.approx(sum(clipped) / len(pairs))
     if name == "PPO":
-        torch.testing.assert_close(rollout["returns"], lay_out(of["ppo"]["returns"], 0.0), **near)
-        torch.testing.assert_close(value_gradient, lay_out(of["ppo"]["value_gradient"], 0.0), **near)
+        torch.testing.assert_close(rollout["returns"], lay_out(ppo["returns"], 0.0), **near)
+        torch.testing.assert_close(value_gradient, 0.3 * lay_out(ppo["value_gradient"], 0.0), **near)
+        assert stats["value_loss"] == pytest.approx(ppo["value_loss"])
+        to_come = [gae(r, [0] * len(r), VECTORS["ppo"]["gamma"], 1) for r in ppo["token_rewards"]]
+        G, V = (torch.tensor(sum(rows, [])) for rows in (to_come, of["batch"]["old_values"]))
+        assert stats["explained_variance"] == pytest.approx(1 - ((G - V).var() / G.var()).item())
 
 def test_the_program_makes_the_file():
     made = json.loads(FILE.read_text(encoding="utf-8"))

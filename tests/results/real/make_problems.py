@@ -1,4 +1,4 @@
-"""The word problems of README.md, from a clone of github.com/arkilpatel/SVAMP (MIT licence).
+"""The word problems of README.md, from a clone of github.com/arkilpatel/SVAMP (MIT license).
 
     git clone --depth 1 https://github.com/arkilpatel/SVAMP runs/SVAMP
     python tests/results/real/make_problems.py runs/SVAMP runs/data
@@ -11,8 +11,8 @@ Writes into the second directory, each row with "question", "answer" and "soluti
     svamp.jsonl           SVAMP's 1,000 problems, of another kind, never trained on; "solution" is empty for
                           the 238 that take two operations
 
-MAWPS and ASDiv-A hold many problems twice, with a comma or a capital letter more. No question is in two of
-the files, nor twice in one of them, where only letters and digits are compared.
+MAWPS and ASDiv-A contain many problems twice, differing in a comma or a capital letter. Comparing only
+letters and digits, no question occurs twice, in one file or in two.
 """
 import csv
 import json
@@ -64,7 +64,7 @@ def solved_problems(path):
 
 
 def key(row):
-    """The letters and digits of a question: the same for 'Tom has 2, Ann 3.' and 'tom has 2 Ann 3'."""
+    """The letters and digits of a question, equal for 'Tom has 2, Ann 3.' and 'tom has 2 Ann 3'."""
     return re.sub(r"[^a-z0-9]", "", row["question"].lower())
 
 
@@ -96,8 +96,8 @@ if __name__ == "__main__":
     unique = {}
     for row in solved:
         unique.setdefault(key(row), row)
-    exam = set(map(key, svamp))
-    solved = [row for name, row in unique.items() if name not in exam]
+    held_out = set(map(key, svamp))
+    solved = [row for name, row in unique.items() if name not in held_out]
     write(out / "warmup.jsonl", solved[:600])
     write(out / "problems" / "test.jsonl", solved[600:1000])
     write(out / "problems" / "train.jsonl", solved[1000:])

@@ -7,8 +7,8 @@ Writes into the directory, each row with "question", "answer" and "solution", su
     warmup.jsonl          112 problems, for tests/tools/sft.py
     problems/test.jsonl   2,000 others, held out
     problems/train.jsonl  10,000 others, for RL
-Every a plus b and a minus b with a and b from 0 to 99 whose result is 0 or more: 15,050 problems, of which
-these are drawn. None is there twice, and "a plus b" is in the same file as "b plus a".
+They are sampled from the 15,050 problems "a plus b" and "a minus b" with a and b from 0 to 99 and a result of
+at least 0. No problem occurs twice, and "a plus b" is in the same file as "b plus a".
 """
 import random
 import sys
