@@ -49,7 +49,7 @@ def generate(model, tokenizer, problems, group_size, args):
     """Sample group_size completions for each of P problems: a rollout. transformers' generate would
     use the model's own top_k, prefill a prompt group_size times, and keep running finished rows."""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
-    model.eval()  # before transformers 5.24, train() with gradient checkpointing disabled the cache
+    model.eval()  # before transformers 5.24, checkpointing in training mode disabled the cache
     sampler = Recorded(model) if args.cuda_graphs else model  # see section CUDA graphs
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
     with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
@@ -111,7 +111,7 @@ def sample(model, prompts, group_size, stop, args):
         attention = pad(attention, (0, 1), value=1)
     return tokens, sampled_logp
 
-# The cache argument of models: transformers 5.24 renamed it, and older versions ignore "cache".
+# The cache argument of models, renamed in transformers 5.24. Older ones would ignore "cache".
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
@@ -218,14 +218,14 @@ def micro_batches(batch, tokens):
         rows, order = order.tensor_split([max(1, tokens // c)])
         part = {name: value[rows] for name, value in batch.items()}
         t = int(part["completion_length"].max())
-        # (N, C) becomes (n, c), (N, T) becomes (n, t). Other widths, such as 1, stay.
+        # (N, C) becomes (n, c), (N, T) becomes (n, t). For other widths, [:None] keeps all.
         width = {batch["ids"].shape[1]: c, batch["mask"].shape[1]: t}
         yield {name: value[:, :width.get(value.shape[1])] if value.dim() > 1 else value
                for name, value in part.items()}
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update: in others, bfloat16 would round differently, and w would not be 1 in the first step."""
+    update: cut differently, bfloat16 would round differently, and w would not start at 1."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -299,9 +299,9 @@ def evaluate(policy, tokenizer, problems, reward, args, step):
     write_records(args.out, f"held-out-{step}", records)
     text = "{question}\n{completion}\n(reward {reward:g}, answer {answer})".format(**records[0])
     print("    | " + text.replace("\n", "\n    | "))
-    names = {"eval_reward": "reward", "eval_accuracy": "right", "eval_completion_length": "tokens"}
-    return {name: torch.tensor([float(record[column]) for record in records]).mean().item()
-            for name, column in names.items() if column != "right" or args.answer_column}
+    keys = {"eval_reward": "reward", "eval_accuracy": "right", "eval_completion_length": "tokens"}
+    return {name: torch.tensor([float(record[key]) for record in records]).mean().item()
+            for name, key in keys.items() if key != "right" or args.answer_column}
 
 def records_of(rollout):
     """Turn the completions of a rollout into dicts, one per line of a file in completions/."""
@@ -359,7 +359,7 @@ def stop_ids(model, tokenizer):
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        # Leave out added tokens that end no turn: newlines (in Gemma), tags such as </answer>.
+        # The first added token, but not one that ends no turn: newlines (Gemma's), </answer>.
         added = {i: str(token).strip() for i, token in tokenizer.added_tokens_decoder.items()}
         stops |= set([i for i in ids if added.get(i, "") and not added[i].startswith("</")][:1])
     assert stops, "neither model nor tokenizer names a token that ends a completion"
@@ -524,7 +524,7 @@ def parse(parser, argv, **toy_settings):
     elif args.model is None:
         parser.set_defaults(**TOY_SETTINGS, **toy_settings)
     args = parser.parse_args(argv)
-    if args.script != parser.prog:
+    if args.script != parser.prog:  # see make_parser
         parser.error(f"--resume: the run in --out was made by {args.script}")
     if args.dataset is None:
         parser.error("--model needs a --dataset")
@@ -543,7 +543,7 @@ def start_run(args):
         torch.set_num_threads(1)  # so that floating-point sums don't depend on the core count
 
 def open_run(args, tokenizer, policy, parts):
-    """Make --out and save step 0 there, so that what cannot be saved fails now. With --resume, load
+    """Make --out and save step 0 there, so that a failing save fails now. With --resume, load
     the last complete checkpoint instead. Returns its step. Once step 0 is saved, kills are safe."""
     out, step = Path(args.out), 0
     if args.resume:

@@ -17,7 +17,7 @@ its expected gradient is that of KL(pi_ref || pi) while pi = pi_old, and later t
 samples from pi_old, is always that of KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
-0. DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its --beta.
+0. DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its beta.
 
     python grpo.py                                                                          # laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
@@ -59,7 +59,7 @@ def parse_args(argv=None):
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,), one group after another -> advantages (N,), which sum to
     0 in each group. The 1e-4 is our guard against a tiny std. The papers don't say which std they
-    use; ours divides by G - 1. Equal rewards get A = 0: r - mean(r) may be off by rounding."""
+    use; ours divides by G - 1. Equal rewards get exactly 0, whatever their mean rounds to."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -88,7 +88,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     loss = -(objective * mask / lengths).sum()
     # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
     is_clipped = (clipped < unclipped) * mask
-    # The mask has no skipped rows (see update), so the logged loss is a mean over the trained ones.
+    # Skipped rows never get here (see update), so the logged loss is a mean over the trained ones.
     return loss, {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum())}
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     rollout["adv"], rollout["returns"] = gae(
         per_token, rollout["old_values"], mask, args.gamma, args.lam)      # 4. advantages: (N, T)
     stats = common.rollout_stats(rollout, args.group_size)
-    # The returns contain V, so judge V by the sum of rewards, which is gae's A with V = 0, lam = 1.
+    # The returns contain V, so judge V by the sum of rewards: gae's returns with V = 0, lam = 1.
     _, returns_to_go = gae(per_token, 0 * mask, mask, args.gamma, lam=1.0)
     stats |= explained_variance(returns_to_go, rollout["old_values"], mask)
     if args.whiten:
