@@ -124,11 +124,12 @@ def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     names, stand_in = {"common": common}, types.SimpleNamespace(parse=lambda x: x[-3:], verify=str.__eq__)
     monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    for code in re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M):
+    for code in re.findall(r"^```python\n(.*?)^```", README + REWARDS, re.S | re.M):
         exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     problems = [{"question": "2 + 3?", "answer": "5"}, {"question": "1 + 1?", "answer": r"so \boxed{2}"}]
     texts = [r"It is \boxed{5}", r"\boxed{3}"]
     assert names["math_verified"](problems, texts) == [1, 0]
+    assert names["brief"](problems, texts) == pytest.approx([1 - 0.01 * len(texts[0]), -0.01 * len(texts[1])])
     for reward, problem, text in zip(names["judged"](problems, texts), problems, texts, strict=True):
         chat = f"<|im_start|>user\n{problem['question']}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
         ids = tokenizer(chat, return_tensors="pt", add_special_tokens=False)["input_ids"]
