@@ -9,7 +9,7 @@ that is not what you asked for, wrong rewards, lost work.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
-tokens in the vocabulary; H the hidden size. A minibatch or micro-batch has its own N, T and C.
+tokens in the vocabulary; H the hidden size. A minibatch changes N; a micro-batch, N, T and C.
 
 A rollout is a dict:
     problems           a list of N problems: the one that each row answers
@@ -92,7 +92,7 @@ def sample(model, prompts, group_size, stop, args):
         hidden = model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
             use_cache=True, **{CACHE: cache}).last_hidden_state[:, -1]  # (P, H), then (n, H)
-        if t == 0:  # expand P rows to N: a prompt is read once per group
+        if t == 0:  # a prompt is read once: repeat its row for every completion
             cache.reorder_cache(owner)
             hidden, attention, positions = hidden[owner], attention[owner], positions[owner]
         token, logp = draw(head_logits(model, hidden), args.temperature)  # both (n,)
@@ -359,7 +359,7 @@ def stop_ids(model, tokenizer):
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        # The first added token, but not one that ends no turn: newlines (Gemma's), </answer>.
+        # Take the first added token, except newlines (Gemma has them) and tags like </answer>.
         added = {i: str(token).strip() for i, token in tokenizer.added_tokens_decoder.items()}
         stops |= set([i for i in ids if added.get(i, "") and not added[i].startswith("</")][:1])
     assert stops, "neither model nor tokenizer names a token that ends a completion"
@@ -370,7 +370,7 @@ def check_model(model, tokenizer, args):
     """Stop if the log-probs of the sampler or the training pass differ from those of the model's
     own forward pass by more than rounding: the model may scale its logits, dropout may be on, or
     the cache may not fit the model. We try a long row and a short one."""
-    longest = max(3, args.max_prompt_tokens + args.max_new_tokens - 4)
+    longest = max(3, args.max_prompt_tokens + args.max_new_tokens - 4)  # 4 more are sampled
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (longest, 3)]
     exact = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 4}
@@ -621,7 +621,7 @@ class Recorded:
             return self.output
         layers = rest[CACHE].layers
         for i, old in enumerate(layers):
-            layers[i] = StaticLayer(self.room)
+            layers[i] = StaticLayer(self.room)  # its length is a tensor, so a replay advances it
             layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
         self.inputs, self.graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
         # Run the token once unrecorded, because libraries may allocate memory on their first call.
