@@ -180,7 +180,7 @@ def test_dppo_by_hand(kind, mu, pi, A, kept, fork):
 def test_maxrls_mean_gradient_is_that_of_the_series_of_log_p(G, p, fork):
     """log p = -sum_k (1 - p)^k / k. Over all groups of G answers that are right with probability p, the mean
     of 1/G sum_i A_i grad log pi(o_i) is the gradient of the first G - 1 terms, here with respect to the logit
-    of p. Rewards below 0 are refused: if their mean is negative, the best answer gets the lowest advantage."""
+    of p. Rewards below 0 are refused: with a negative mean, the best answer would get the lowest A."""
     module, mean = fork("maxrl"), 0
     for right in itertools.product((0, 1), repeat=G):
         chance = math.prod(p if r else 1 - p for r in right)
