@@ -1,5 +1,6 @@
 """The command line: what is refused, the defaults, what every flag does, what a run prints and logs."""
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("here")
 QUICK = f"{TINY} --system_prompt '' --max_prompt_tokens 70 --epochs 1"
 every_script = pytest.mark.parametrize("script", [ppo, grpo, gspo])
 every_main = pytest.mark.parametrize("script", [ppo, grpo])  # gspo.py's main is grpo.py's
+
+def test_gspos_main_is_grpos():
+    assert inspect.getsource(gspo.main) == inspect.getsource(grpo.main)
 
 # ---- What is refused ----
 
