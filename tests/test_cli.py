@@ -156,7 +156,8 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
     args = gspo.parse_args(["--model", "x", "--dataset", "x"])
     assert (args.device, args.dtype, args.eps_low) == ("cuda" if gpu else "cpu", dtype, low)
     assert args.micro_batch_tokens == (8192 if gpu else 1536)
-    assert gspo.parse_args(["--dtype", "bfloat16", "--eps_low", "0.007"]).eps_low == 0.007
+    args = gspo.parse_args("--dtype bfloat16 --eps_low 0.007 --eps_high 0.008".split())
+    assert (args.eps_low, args.eps_high) == (0.007, 0.008)
 
 # ---- Every flag does what it says ----
 
