@@ -129,7 +129,6 @@ def test_batches_visit_every_problem_once_a_pass(P):
 # --- the optimizer
 
 def weights_like(seed):
-    """Values for three weights."""
     torch.manual_seed(seed)
     return [torch.randn(7, 3), torch.randn(5), torch.randn(2)]
 

@@ -80,12 +80,11 @@ def step(script, case, batch, table, monkeypatch):
 def test_our_scripts_and_forks_agree(name, which, table, tmp_path, monkeypatch):
     """In loss and gradient; our scripts also in their advantages and clip_frac, and ppo.py in its critic."""
     case, of, near = CASES[name], BATCHES[which], {"rtol": 1e-9, "atol": 1e-9}
-    lay_out = functools.partial(table, of["batch"])
+    lay_out, ppo = functools.partial(table, of["batch"]), of["ppo"]
     [right] = [one for one in of["policy_losses"] if one["name"] == name]
     rollout, loss, gradient, value_gradient, stats = step(
         script_of(name, tmp_path), case, of["batch"], lay_out, monkeypatch)
     torch.testing.assert_close(gradient, lay_out(right["gradient"], 0.0), **near)
-    ppo = of["ppo"]
     value_loss = 0.3 * ppo["value_loss"] if name == "PPO" else 0
     assert loss == pytest.approx(right["loss"] + value_loss, rel=1e-9, abs=1e-9)
     if name not in FORKS:
