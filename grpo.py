@@ -49,7 +49,7 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=1, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=int, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
-    args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is the paper's
+    args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is DeepSeekMath's
     if args.group_size < 2:
         parser.error("--group_size must be at least 2: the group's mean is the baseline")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
