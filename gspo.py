@@ -111,7 +111,8 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     """Collect a rollout (see common.py): N completions, their rewards, log-probs and advantages."""
     # 1. sample: N completions
     rollout = common.generate(policy, tokenizer, problems, args.group_size, args)
-    rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
+    rewards = [float(r) for r in reward(rollout["problems"], rollout["texts"])]
+    rollout["rewards"] = torch.tensor(rewards, device=args.device)         # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.token_level:  # A_it = gamma^(tokens after t) A_i; gamma = 1 is GSPO
@@ -147,20 +148,20 @@ def update(policy, optimizer, rollout, args):
 
 def main(args):
     """Load everything, then {collect, update, evaluate, log, save} up to step --steps."""
-    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizer = common.Optimizer(policy, args.lr, args)
-    # What a checkpoint stores besides the policy; pi_ref only if --ref_every changes it.
-    parts = {"optimizer": optimizer}
+    # What a resumed run needs; pi_ref only if --ref_every changes it.
+    parts = {"policy": policy, "optimizer": optimizer}
     if args.ref_every:
         parts["reference"] = reference
-    start = common.open_run(args, tokenizer, policy, parts)  # 0 unless --resume
+    start = common.open_run(args, parts)  # 0 unless --resume
     if start == 0:
-        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
+        common.save_checkpoint(args.out, 0, tokenizer, policy, parts)  # a failing save fails now
+        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args))
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # so that a resumed run samples the same
         step_start = time.perf_counter()
@@ -171,7 +172,7 @@ def main(args):
         stats |= update(policy, optimizer, rollout, args)                  # pi moves on
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
-            stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
+            stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         common.log(args, step, stats, rollout)
         if step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args.out, step, tokenizer, policy, parts)

@@ -151,7 +151,8 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     """Collect a rollout (see common.py): N completions, their rewards, log-probs and advantages."""
     # 1. sample: N completions
     rollout = common.generate(policy, tokenizer, problems, args.group_size, args)
-    rollout["rewards"] = common.rewards_of(reward, rollout)                # 2. reward: (N,)
+    rewards = [float(r) for r in reward(rollout["problems"], rollout["texts"])]
+    rollout["rewards"] = torch.tensor(rewards, device=args.device)         # 2. reward: (N,)
     # 3. log-probs: (N, T), in the same micro-batches as update, so that old_logp rounds like logp
     rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
@@ -189,12 +190,11 @@ def update(policy, critic, optimizer, critic_optimizer, rollout, args):
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(v_stats)
             logged.append(optimizer.clip_and_step())
-            logged.append(critic_optimizer.clip_and_step("value_"))
+            logged.append({f"value_{k}": x for k, x in critic_optimizer.clip_and_step().items()})
     return common.means(logged)
 
 def main(args):
     """Load everything, then {collect, update, evaluate, log, save} up to step --steps."""
-    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
@@ -204,12 +204,13 @@ def main(args):
     # eps is that of Huang et al.
     optimizer = common.Optimizer(policy, args.lr, args, eps=1e-5)
     critic_optimizer = common.Optimizer(critic, args.value_lr, args, eps=1e-5)
-    # What a checkpoint stores besides the policy.
-    parts = {"optimizer": optimizer}
+    # What a resumed run needs.
+    parts = {"policy": policy, "optimizer": optimizer}
     parts |= {"critic": critic, "critic_optimizer": critic_optimizer}
-    start = common.open_run(args, tokenizer, policy, parts)  # 0 unless --resume
+    start = common.open_run(args, parts)  # 0 unless --resume
     if start == 0:
-        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args, 0))
+        common.save_checkpoint(args.out, 0, tokenizer, policy, parts)  # a failing save fails now
+        common.log(args, 0, common.evaluate(policy, tokenizer, held_out, reward, args))
     for step in range(start + 1, args.steps + 1):
         torch.manual_seed(args.seed * 1_000_003 + step)  # so that a resumed run samples the same
         step_start = time.perf_counter()
@@ -218,7 +219,7 @@ def main(args):
         stats |= update(policy, critic, optimizer, critic_optimizer, rollout, args)
         stats["seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.steps:
-            stats |= common.evaluate(policy, tokenizer, held_out, reward, args, step)
+            stats |= common.evaluate(policy, tokenizer, held_out, reward, args)
         common.log(args, step, stats, rollout)
         if step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(args.out, step, tokenizer, policy, parts)

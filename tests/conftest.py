@@ -84,7 +84,8 @@ def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
     tok.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos)
+        tokenizer_object=tok, eos_token=eos, pad_token=pad, unk_token=unk, bos_token=bos,
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
 
 def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     """One token per printable character, so that any text can be a prompt; 102 in all."""
@@ -94,7 +95,7 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<bos> $A" if bos else "$A", special_tokens=[("<bos>", 3)])
-    out.chat_template = chat
+    out.chat_template = chat or common.PLAIN_TEMPLATE
     return out
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -225,7 +226,7 @@ class Recorder:
     def __init__(self, model):
         self.model, self.gradients = model, []
 
-    def clip_and_step(self, prefix=""):
+    def clip_and_step(self):
         self.gradients.append(flat_gradient(self.model))
         self.model.zero_grad()
         return {}

@@ -100,6 +100,7 @@ def test_rollout_statistics_leave_padding_out():
         "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "kl": 2 * (1 - math.log(2)) / 9, "zero_variance_groups": 0.5,
         "sampling_logp_difference": math.sqrt(0.22 / 9)})
+    assert common.rollout_stats(rollout, 4)["zero_variance_groups"] == 0
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
     rollout["mask"] = mask * torch.tensor([[0.0], [1], [1], [1]])  # a skipped row
@@ -147,13 +148,13 @@ def test_equals_adamw_with_warmup_and_clipping(eps):
         large, small, _ = weights_like(step + 1)
         for model in (ours, theirs):
             backward(model, large * (0.1 if step % 3 else 3), small * near)
-        stats = mine.clip_and_step("value_")
+        stats = mine.clip_and_step()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3).item()
         lr = adamw.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 5)
         adamw.step()
         adamw.zero_grad()
-        assert stats == {"value_skipped": (0, 1), "value_zero_gradient": (0, 1), "value_lr": (lr, 1),
-                         "value_grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
+        assert stats == {"skipped": (0, 1), "zero_gradient": (0, 1), "lr": (lr, 1),
+                         "grad_norm": (pytest.approx(norm, rel=1e-5), 1)}
         torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
 
 def test_weights_of_a_bfloat16_model_move_at_a_learning_rate_of_1e_6(tmp_path):

@@ -133,6 +133,21 @@ def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
     assert all(x.isfinite().all() for x in (trainer.rollout["adv"], *trainer.policy.parameters()))
     assert all(p.grad is None for p in trainer.reference.parameters())
 
+def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
+    """If a function gives fewer or more, they would go to other completions than it means."""
+    trainer, asked = prepared(script), []
+
+    def reward(problems, texts):
+        asked.extend(zip(problems, texts, strict=True))
+        return [int(problem["question"]) + len(text) % 2 for problem, text in zip(problems, texts)]
+    trainer.reward = reward
+    trainer.collect()
+    assert asked == list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
+    for count in (12, 23, 48):
+        trainer.reward = lambda problems, texts: [i % 5 for i in range(count)]
+        with pytest.raises((RuntimeError, IndexError)):
+            trainer.collect()
+
 def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
     """The last group gets eight more tokens; the rewards stay. A copy may whiten over the rollout."""
     rows, found = [[3 + i % 5] * (20 + i * 5 % 7) for i in range(24)], []

@@ -1,7 +1,7 @@
 """What only a GPU can show. On a machine that has one, run this first: pytest -m slow tests/test_gpu.py"""
 import pytest
 import torch
-from conftest import TINY, random_batch, save_tiny, settings, train
+from conftest import TINY, random_batch, save_tiny, settings, spy, train
 from safetensors.torch import load_file
 
 import common
@@ -15,20 +15,21 @@ ON_IT = f"{TINY} --device cuda --dtype bfloat16 --max_new_tokens 40 --prompts 6 
 
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mistral"])
-def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path):
-    """In greedy decoding. Qwen2 drops rows on the way. GPT-2 fills the cache, which has room for at most 256
-    tokens, and widens it. At temperature 1, log-probs are those of the training pass, too."""
+def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path, monkeypatch):
+    """In greedy decoding. Qwen2 drops rows on the way. GPT-2 fills the cache,
+    which has room for at most 256 tokens, and widens it. At temperature 1, log-probs are those of training.
+    """
     torch.backends.cuda.matmul.fp32_precision = "ieee"  # load_policy of a test before may have changed it
     args = settings(grpo, model=save_tiny(tmp_path, family), device="cuda", dtype=dtype, max_new_tokens=250,
-                    temperature=1e-5, cuda_graphs=True)
+                    temperature=1e-5)
     model, tokenizer = common.load_policy(args)
     model.generation_config.eos_token_id = [*range(1, 64, 9)]
     problems, rollouts = [{"prompt": [3 + i % 50 for i in range(n)]} for n in (1, 9, 30, 100)], []
-    graphs = args.cuda_graphs
-    assert graphs == (family != "mistral")  # which has sliding windows
-    for args.cuda_graphs, args.temperature in ((graphs, 1e-5), (False, 1e-5), (graphs, 1.0), (False, 1.0)):
+    calls = spy(monkeypatch, common, "Recorded")
+    for args.cuda_graphs, args.temperature in ((True, 1e-5), (False, 1e-5), (True, 1.0), (False, 1.0)):
         torch.manual_seed(0)
         rollouts.append(common.generate(model, tokenizer, problems, 8, args))
+    assert len(calls) == 2 * (family != "mistral")  # which has sliding windows
     if dtype == "float32":  # where two tokens are about equally likely, rounding may choose
         assert all(torch.equal(rollouts[0][name], rollouts[1][name]) for name in ("ids", "mask", "finished"))
     for rollout in rollouts[2:]:

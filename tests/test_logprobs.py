@@ -1,10 +1,11 @@
 """token_logprobs: its values and gradients, compared with the full log-softmax in float64, and its memory."""
+import inspect
 import types
 
 import pytest
 import torch
-from conftest import (flat_gradient, full_logprobs, holes, random_batch, recompute, save_tiny, settings, spy,
-                      tiny_model)
+from conftest import (flat_gradient, full_logprobs, holes, make_batch, random_batch, recompute, save_tiny,
+                      settings, spy, tiny_model)
 
 import common
 import grpo
@@ -16,17 +17,17 @@ T = 0.6
 @pytest.mark.parametrize("kind, head", [
     ("qwen2", {}), ("gpt2", {}), ("phi", {}),  # which has a bias
     ("gemma2", {"head_dim": 4, "final_logit_softcapping": 2.0})])
-def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temperature, chunk, monkeypatch):
+def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temperature, chunk):
     """Ragged rows with holes, and with EOS and padding ids in their prompts, compared with each row alone. In
     one chunk, or in several, of which the last is smaller."""
-    monkeypatch.setattr(common, "CHUNK", chunk * 64)
     model = tiny_model(kind, dtype=torch.float64, **{"pad_token_id": 0} | head)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # a bias starts at zero
     batch = random_batch(7, seed=1)
     batch["ids"][0, :3], batch["ids"][1, 0] = torch.tensor([1, 0, 1]), 0
     batch["mask"] = holes(batch["mask"])
-    logp = common.token_logprobs(model, batch, settings(grpo, temperature=temperature))
+    logp = common.token_logprobs(model, batch, settings(grpo, temperature=temperature),
+                                 chunk=chunk * 64)
     expected = full_logprobs(model, batch, temperature)
     push, weights = torch.randn(logp.shape, dtype=torch.float64), list(model.parameters())
     close = 1e-8 if kind in ("qwen2", "gpt2") else 1e-6  # some norms are in float32 whatever the dtype
@@ -85,12 +86,11 @@ def test_dropout_is_off_and_training_uses_no_mask(tmp_path, family, monkeypatch)
         calls.clear()
 
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
-    """So it need not be kept. The logits of a chunk take .27 GB, as the comment says."""
-    assert 0.2e9 < 4 * common.CHUNK < 0.3e9
-    monkeypatch.setattr(common, "CHUNK", 10 * 64)
+    """So it need not be kept. The logits of a chunk take .27 GB, as the docstring says."""
+    assert 0.26e9 < 4 * inspect.signature(common.token_logprobs).parameters["chunk"].default < 0.28e9
     model, calls, rows = tiny_model(vocab_size=64), spy(monkeypatch, common, "head_logits"), [10, 10, 5]
-    hidden = torch.randn(25, 16, requires_grad=True)
-    logp = common.chunked_logprobs(model, hidden, torch.zeros(25).long(), T)
+    batch = make_batch([[1, 2, 3]], [[5] * 25])
+    logp = common.token_logprobs(model, batch, settings(grpo, temperature=T), chunk=10 * 64)
     assert [len(call.hidden) for call in calls] == rows
     logp.sum().backward()
     assert sorted(len(call.hidden) for call in calls) == sorted(2 * rows)

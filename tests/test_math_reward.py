@@ -17,8 +17,9 @@ EQUAL = pairs(r"""
 11/8 ~ 1\frac{3}{8} | -11/8 ~ -1\frac{3}{8} | 8 ~ f(3) = 8 | [0,1] ~ x \in [0, 1] | 5\sqrt{7} ~ 5\cdot\sqrt7 |
 9 ~ 9 \mbox{ cm}^2 | 8 ~ t = 8 | 5\sqrt{7} ~ 5*sqrt(7) | 5\pi ~ 5 π | 5\pi ~ 5 pi | (1,5] ~ \left(1,5\right] |
 x \le 4 ~ x ≤ 4 | x \ge 4 ~ x ≥ 4 | x \ge 4 ~ x\geq 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 |
-x \le 4 ~ x \leqslant 4 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | \text{Ann, Bo} ~ \mathrm{Bo, Ann} |
-2x+1 ~ 1+2x | \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches | \sqrt\frac34 ~ \sqrt\tfrac{3}{4} |
+x \le 4 ~ x \leqslant 4 | (0.5,1) ~ (\frac12, 1) | x=.5 ~ x=1/2 |
+1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | \text{Ann, Bo} ~ \mathrm{Bo, Ann} |
+\frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches | \sqrt\frac34 ~ \sqrt\tfrac{3}{4} |
 \text{(D)} ~ D | \frac{x}{ 2 } ~ x/2 | 10% ~ 10 | D ~ \textbf{(D)} | D ~ \mathbf{D} | 9 ~ 9 seconds |
 10 ~ 10\% | 9 ~ 9 ft | 9 ~ **9** | 3/8 ~ \displaystyle\frac{3}{8} | x \le 4 ~ x \le4 | 5\pi ~ 5\pi\text{ cm} |
 -7 ~ –7 | 5\sqrt{17} ~ 5\sqrt{17}\text{ cm} | a<1 or a>4 ~ a < 1 \text{ or } a > 4 | true ~ True | Yes ~ yes |
@@ -26,6 +27,7 @@ x \le 4 ~ x \leqslant 4 | 1,2 ~ 1 or 2 | 1,2 ~ 2 and 1 | 312_5 ~ 312_{5} | \text
 New York ~ NEW YORK | 2 ~ 2m | 5 ~ 5 m | 9 ~ 9 kg
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
+2x+1 ~ 1+2x | A-B-C ~ A-C-B | 6 ~ 2+2+2 = 6 |
 7 ~ -7 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 1500 ~ (1,500) | 12345 ~ 12,34,5 |
 7 ~ 7.5 | 7 ~ 1/7 | 70 ~ 7 0 | 12500 ~ 12 | 12345 ~ 1,2345 | 1/3 ~ 0.3333333 | 11/8 ~ 1 + 3 | 56 ~ 7 \cdot 8 |
 125 ~ 0,125 | 0,125 ~ 125 |
@@ -52,7 +54,7 @@ so \boxed{4} ~ 4 | \boxed{\{1\}} ~ \{1\} | \boxed{4} as 5 > 4 ~ 4 | <answer>3</a
 \boxed{5}<answer>4</answer> ~ 4
 """) + [("#### 3\n#### 4\nDone", "4"), ("####\n4", "4"), ("\\boxed{" + "4" * 600 + "}", "4" * 600)]
 NOTHING = ["\\boxed{4", "\\boxed{3} hm \\boxed{4", "\\boxed{}", "\\boxed", "\\boxed{" + "4" * 601 + "}",
-           "####", "", "the answer is 4", "<answer>4", "<answer></answer>"]
+           "####", "", "the answer is 4", "a set {1} } 4", "<answer>4", "<answer></answer>"]
 HOSTILE = r"\boxed{ \boxed{1} <answer> #### { } \ $ 1, a= \boxed{((((".split() + ["1 ", " "]
 INSIDE = ["(", "1,", "1 ", "{1", "√", "\\frac", "\\frac{1}{", "frac{", "a=", "(a,", "<", "±1,", "x^", "9",
           "+ ", "( )/", "/9e999", "1 1/", "=,", "3 cm", "1,234%", "text", "text {", "sqrt(", "frac12", "\\"]
@@ -71,17 +73,9 @@ def test_another_answer_is_wrong(gold, answer):
     assert graded(answer, gold) == graded(gold, answer) == 0.0
     assert math_reward(f"<answer>{answer}</answer>", gold) == 0.0
 
-@pytest.mark.parametrize("gold, answer, right", [
-    ("6", "2+2+2 = 6", 1), ("6", "$2 + 2 + 2 = 6$", 1), ("-6", "2*(-3)=-6", 1), ("6", "3=6", 0),
-    ("6", "x+2=6", 0), ("6", "2+2+2=7", 0), ("6", "2+2=4=6", 0), ("2+5=7", "3+4=7", 0), ("2+5=7", "2+5=7", 1),
-    ("7", "2+5", 0)])
-def test_the_result_of_a_sum_is_its_right_side(gold, answer, right):
-    """Unless the gold answer is an equation."""
-    assert graded(answer, gold) == right
-
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
-    assert [extract_answer(completion) for completion in NOTHING] == [None] * len(NOTHING)
+    assert not any(map(extract_answer, NOTHING))
 
 def test_gold_in_any_form_readable_or_not():
     """The third is in the form of GSM8K."""

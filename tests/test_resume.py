@@ -70,14 +70,14 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
         optimizer.clip_and_step()
         Path("run/metrics.jsonl").write_text(f"{step}\n")
         states[step] = {key: weight.clone() for key, weight in policy.state_dict().items()}
-        common.save_checkpoint("run", step, tokenizer, policy, {"policy": optimizer})
+        common.save_checkpoint("run", step, tokenizer, policy, {"policy": policy, "optimizer": optimizer})
 
     save(9)  # 10 is newer, although "9" is sorted after "10"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(module, name, killed)
         save(10)
     args = settings(grpo, out="run", resume=True)
-    found = common.open_run(args, tokenizer, policy, {"policy": optimizer})
+    found = common.open_run(args, {"policy": policy, "optimizer": optimizer})
     assert found == 9 and same(dict(policy.state_dict()), states[found])
     assert optimizer.param_groups[0]["steps"] == found - 8
     assert Path("run/metrics.jsonl").read_text() == f"{found}\n"

@@ -1,6 +1,5 @@
 """Sampling: which tokens, from which distribution, in which layout, and where a completion ends."""
 import copy
-import json
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import tokenizers
 import torch
 from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, recompute, save_tiny, settings, spy,
                       tiny_model, tiny_tokenizer)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import grpo
@@ -98,12 +96,11 @@ LOWER = "{% for m in messages %}<s>{{ m['content'] | lower }}</s>{% endfor %}"
     (GLM, "[gMASK] <sop> <|user|> <|assistant|>", None),
     (SMOL, "<|im_start|> <|im_end|>", "<|im_end|>"),
     (THINK, "<|im_start|> <|im_end|> <think> </think>", "<|im_end|>"),
-    (CHATML.replace("<|im_end|>", "</answer><|im_end|>"), "<answer> </answer> <|im_end|>", "<|im_end|>"),
     (LOWER, "<s> </s>", "<s>")])  # ANSWER becomes lower case and is not found; to stop at <s> is harmless
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
     """In addition to <eos>: the first added token after the answer, whether it is called special or not, but
-    not a newline, which is an added token in Gemma, or a tag that closes the answer."""
+    not a newline, which is an added token in Gemma."""
     tokenizer, kind = char_tokenizer(chat), tokenizers.AddedToken
     tokenizer.backend_tokenizer.add_tokens(
         [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split() if "im_" not in x])
@@ -118,6 +115,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "use_s
 @pytest.mark.parametrize("family, config", [
     ("qwen3", {}), ("gpt2", {}),  # positions by rotation, or learned
     ("qwen2", MIXED), ("mistral", WINDOW),  # one layer, or both, see only the last four positions
+    ("olmo_hybrid", {}),  # a layer of linear attention, whose cache is of another kind
     # In these two, the scale of attention is not 1 / sqrt(head width).
     ("gemma3_text", MIXED | {"query_pre_attn_scalar": 2, "head_dim": 8}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True})])
@@ -170,90 +168,13 @@ def test_samples_come_from_the_softmax_of_whole_logits(temperature):
         df = torch.tensor(len(terms) - 1)
         assert (terms.sum() - df) / (2 * df).sqrt() < 5
 
-# --- CUDA graphs, emulated on a CPU
-
-class Graph(list):
-    """Stands in for torch.cuda.CUDAGraph: a replay runs the recorded operations on the very same tensors."""
-    def replay(self):
-        for op, args, kwargs, out in self:
-            new = op(*args, **kwargs)
-            if not isinstance(new, int) and all(x.alias_info is None for x in op._schema.returns):  # no view
-                for old, value in zip(out, new) if isinstance(out, tuple) else [(out, new)]:
-                    old.copy_(value)
-
-class Recording(TorchDispatchMode):
-    """Stands in for torch.cuda.graph: records operations and undoes what they wrote; what they return becomes
-    NaN. To read a value while recording is an error."""
-    def __init__(self, graph):
-        super().__init__()
-        self.graph, self.undo = graph, []
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        for tensor, before in reversed(self.undo):
-            tensor.copy_(before)
-        for op, _, _, out in self.graph:  # a GPU computes nothing while it records
-            made = out if isinstance(out, tuple) else [out]
-            if all(x.alias_info is None for x in op._schema.returns) and all(map(torch.is_tensor, made)):
-                [x.fill_(math.nan) for x in made if x.is_floating_point()]
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        assert op not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        for x, argument in zip(args, op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.undo.append((x, x.clone()))
-        self.graph.append((op, args, kwargs or {}, op(*args, **kwargs or {})))
-        return self.graph[-1][-1]
-
-@pytest.mark.parametrize("dtype, vocab_size, lengths, T, expected", [
-    ("float32", 64, [3, 1, 6, 2, 4, 1, 2, 1], 60, None),  # rows are dropped several times
-    ("bfloat16", 64, [3, 1, 6, 2, 4, 1, 2, 1], 60, None),
-    ("float32", 512, [1] * 4, 6, [(8, 256)]),  # a prompt of one token looks like a drawn one
-    ("float32", 512, [1] * 2, 300, [(4, 256), (4, 512), (1, 512)]),  # full, then rows dropped
-    ("float32", 512, [300, 7], 220, [(4, 512), (4, 768)])])  # longer than what a recording adds
-def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, T, expected, monkeypatch):
-    """The log-probs are those of the training pass. Graphs are recorded for the first token, for fewer rows
-    and for a full cache: `expected` lists their rows and columns. The model runs on the prompts, and twice
-    per recording. Keys have the dtype of the values; otherwise they would take twice the memory."""
-    model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
-    model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1
-    calls = spy(monkeypatch, model.base_model, "forward")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Recording)
-    torch.manual_seed(5)
-    prompts = [[0 if j == 1 else 3 + (i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
-    rollout = generate(model, prompts, 2, T, 0.8, tiny_tokenizer(vocab_size), dtype=dtype, cuda_graphs=True)
-    recorded = [tuple(call.attention_mask.shape) for call in calls[1::2]]
-    assert recorded == expected or not expected and 2 < len(recorded) < 12 and len(calls) % 2 == 1
-    assert vars(calls[0])[common.CACHE].layers[0].keys.dtype == getattr(torch, dtype)
-    own = common.token_logprobs(model, rollout, settings(grpo, dtype=dtype, temperature=0.8))
-    gap = (rollout["sampled_logp"] - own).abs().sum() / rollout["mask"].sum()
-    assert gap < (1e-5 if dtype == "float32" else 5e-3)
-
-@pytest.mark.parametrize("family, config", [("qwen2", {}), ("mistral", WINDOW), ("qwen2", MIXED)])
-def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch, tmp_path, capsys):
-    """A sliding window counts its tokens in Python, which a replay does not run. check_model tests graphs,
-    too. The flag that turns them off is printed."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Recording)
-    args = settings(grpo, model=save_tiny(tmp_path, family, **config), max_new_tokens=9, cuda_graphs=True)
-    works = not config
-    common.load_policy(args)
-    assert args.cuda_graphs == works
-    assert f"--no-cuda_graphs): {works}" in capsys.readouterr().out
-    if works:
-        monkeypatch.setattr(Graph, "replay", lambda self: None)
-        with pytest.raises((AssertionError, RuntimeError)):  # no token, or a wrong one
-            common.load_policy(args)
-
 # --- evaluation
 
 @pytest.mark.parametrize("groups", [99, 1])
-def test_evaluate_counts_every_problem_once(groups, monkeypatch, tmp_path):
+def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
     """Each completion is graded for its own problem, and no more are sampled at a time than in a rollout. The
     reward is 0.3 lower than `right`, so that it cannot be taken for accuracy."""
     right, graded = [0, 1, 0, 1, 0, 1, 1], []
-    (tmp_path / "completions").mkdir()
     problems = [{"question": f"{i}", "answer": f"{i}", "prompt": [i] * (1 + i * 3 % 5)} for i in range(7)]
 
     def generate(model, tokenizer, problems, group_size, args):
@@ -267,23 +188,20 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, tmp_path):
         graded.extend(texts)
         return [(text == f"#### {p['question']}") - 0.3 for p, text in zip(problems, texts, strict=True)]
     monkeypatch.setattr(common, "generate", generate)
-    args = settings(grpo, temperature=0.6, prompts=groups, group_size=3, out=tmp_path)
+    args = settings(grpo, temperature=0.6, prompts=groups, group_size=3)
     expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7, "eval_accuracy": 4 / 7}
-    assert common.evaluate(None, None, problems, reward, args, 20) == pytest.approx(expected)
-    records = map(json.loads, (tmp_path / "completions" / "held-out-20.jsonl").read_text().splitlines())
-    for record, problem, one, text in zip(records, problems, right, graded, strict=True):
-        tokens, is_right = len(problem.pop("prompt")), bool(one)
-        assert record == problem | {"completion": text, "right": is_right, "reward": pytest.approx(one - 0.3),
-                                    "tokens": tokens, "cut_off": tokens == 5}
+    assert common.evaluate(None, None, problems, reward, args) == pytest.approx(expected)
+    assert capsys.readouterr().out == "    | 0\n    | #### 99\n    | (reward -0.3, answer 0)\n"
+    assert len(graded) == len(problems)
 
-def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch, tmp_path):
+def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
     """All evaluations use the same random numbers, so that only the model differs; batches of one do not."""
-    args = settings(grpo, prompts=2, group_size=2, out=tmp_path, max_new_tokens=9)
+    args = settings(grpo, prompts=2, group_size=2, max_new_tokens=9)
     problems = [{"prompt": [5, 6], "question": "", "answer": "5"}] * 8
     calls = spy(monkeypatch, common, "generate")
-    (tmp_path / "completions").mkdir()
+    model = tiny_model()
     for seed in (1, 2):
         torch.manual_seed(seed)
-        common.evaluate(tiny_model(), tiny_tokenizer(), problems, common.answer_reward, args, 1)
+        common.evaluate(model, tiny_tokenizer(), problems, common.answer_reward, args)
     one, other, *again = (call.result["texts"] for call in calls)
     assert [one, other] == again and one != other

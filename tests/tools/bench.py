@@ -6,7 +6,7 @@
 It takes the flags of grpo.py. Two speeds of the machine are printed first. All other numbers are medians of
 three runs, after one that does not count.
 
-sampling   Without CUDA graphs and with them, if there is a GPU. All completions get --max_new_tokens tokens.
+sampling   Without CUDA graphs, and on a GPU also with them. All completions get --max_new_tokens tokens.
            The floor is the least time in which the machine could read weights, keys, values and logits once
            per token, or multiply by the weights. It is printed as a fraction of the time that sampling takes.
 update     MFU (model FLOPs utilization) is such a fraction, too: of the time for 6 operations per weight and
@@ -104,7 +104,6 @@ def one_step(model, reference, optimizer, tokenizer, problems, rate, args):
     return collecting + updating, updating, operations / updating / rate
 
 def main(args):
-    common.start_run(args)
     torch.manual_seed(0)
     model, tokenizer = common.load_policy(args)
     problems = common.batch_of(common.load_problems(args, tokenizer)[0], 1, args.prompts, args.seed)

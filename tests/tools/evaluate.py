@@ -50,7 +50,6 @@ def mean_and_error(numbers):
 def main(args):
     """Print one line of JSON: [mean, standard error] of each quantity."""
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    common.start_run(args)
     policy, tokenizer = common.load_policy(args)
     splits, n = common.read_dataset(args.dataset, args.subset), args.eval_samples
     split = args.split or ("test" if len(splits) > 1 else list(splits)[0])
@@ -58,20 +57,22 @@ def main(args):
     problems.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     torch.manual_seed(args.seed)
     repeated = [problem for problem in problems for _ in range(n)]
-    records, size = [], args.prompts * args.group_size
+    right, rewards, lengths, size = [], [], [], args.prompts * args.group_size
     for start in range(0, len(repeated), size):
         rollout = common.generate(policy, tokenizer, repeated[start:start + size], 1, args)
-        records += common.records_of(rollout | {"rewards": common.rewards_of(reward, rollout)})
-    samples = [records[i:i + n] for i in range(0, len(records), n)]  # one list per problem
+        right += common.answer_reward(rollout["problems"], rollout["texts"])
+        rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
+        lengths += rollout["completion_length"].tolist()
+    right, rewards = (torch.tensor(x).view(-1, n).double() for x in (right, rewards))  # a row per problem
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],
-             "accuracy": [sum(record["right"] for record in each) / n for each in samples]}
+             "accuracy": right.mean(1).tolist()}
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
     if args.answer_column:
         result["accuracy"] = mean_and_error(found["accuracy"])
     if args.answer_column and n > 1:
-        result[f"pass@{n}"] = mean_and_error([any(record["right"] for record in each) for each in samples])
-    result["reward"] = mean_and_error([sum(record["reward"] for record in each) / n for each in samples])
-    result["length"] = round(sum(record["tokens"] for record in records) / len(records), 2)
+        result[f"pass@{n}"] = mean_and_error(right.amax(1).tolist())
+    result["reward"] = mean_and_error(rewards.mean(1).tolist())
+    result["length"] = round(sum(lengths) / len(lengths), 2)
     if args.compare:
         with open(args.compare, "a+", encoding="utf-8") as lines:
             lines.write(json.dumps(found) + "\n")

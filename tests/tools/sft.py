@@ -37,7 +37,7 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 
 def main(args):
     """Make one pass over the problems, --prompts at a time."""
-    common.start_run(args)
+    assert not Path(args.out).exists(), f"--out exists: {args.out}"
     policy, tokenizer = common.load_policy(args)
     split = common.read_dataset(args.dataset, args.subset)[args.split]
     problems = common.prepare(split, tokenizer, args)
