@@ -3,10 +3,11 @@
     python tests/tools/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
     python tests/tools/plot.py tests/results/toy/toy.csv --out toy.png            (pip install matplotlib)
 
-A run is a directory with a metrics.jsonl, or the rows of a .csv with the columns run, seed, step and numbers.
+A run is a directory with a metrics.jsonl, or the rows of a .csv with columns run, seed, step, and numbers.
 Runs that differ only in the seed, which is the -seed0 or -s0 at the end of a directory's name, share a line:
 their mean at the steps that all of them logged, in a band from the lowest run to the highest. --of draws only
-one quantity, such as one that your copy of a script logs: directories share a panel, a .csv has its own.
+one quantity, such as one that your copy of a script logs: directories share a panel, a .csv has its own. The
+last value of this quantity, or of the held-out accuracy, is also printed: its mean ± standard deviation.
 """
 import argparse
 import re
@@ -23,7 +24,7 @@ LOGIT_TICKS = [.01, .1, .2, .3, .5, .7, .8, .9, .95, .98, .99, .999]
 CLIP_TICKS = [0, .001, .01, .1, 1]
 
 def read(path):
-    """Read runs into a table with the columns run, seed, step and numbers."""
+    """Read runs into a table with the columns run, seed, step, and numbers."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, dtype={"run": str})
     if path.is_dir() and not (path / "metrics.jsonl").exists():
@@ -32,36 +33,47 @@ def read(path):
     return pandas.read_json(path / "metrics.jsonl", lines=True).assign(run=run, seed=int(seed or 0))
 
 def curve(runs, key):
-    """Mean, lowest, highest and number of the runs' values, at the steps that all runs logged."""
+    """Mean, lowest, highest, and number of the runs' values, at the steps that all runs logged."""
     found = runs.groupby("step")[key].agg(["mean", "min", "max", "count"])
     return found[found["count"] == max(1, found["count"].max())]
+
+def join(found):
+    """Make one table of (path, table). If a run repeats, the names of the folders come in front."""
+    for _ in range(2):
+        runs = [run for _, table in found for run in set(zip(table["run"], table["seed"]))]
+        if len(runs) == len(set(runs)):
+            return pandas.concat(table for _, table in found)
+        found = [(path, table.assign(run=path.resolve().parent.name + "/" + table["run"]))
+                 for path, table in found]
+    sys.exit("plot.py: two of these runs have the same name and seed; rename one")
 
 def draw(panels, logit, out):
     """Draw panels (title, quantity, table), with one line per name in the column run."""
     import matplotlib
     matplotlib.use("Agg")  # a file, no window
     from matplotlib import pyplot, ticker
-    figure, rows = pyplot.figure(figsize=(12, 7)), min(2, len(panels))
+    pyplot.rcParams["font.size"] = size = 9 if panels[1:] else 18  # a lone panel is readable at half the size
+    figure, rows = pyplot.figure(figsize=(12, 7) if panels[1:] else (9, 6)), min(2, len(panels))
     for n, (title, key, table) in enumerate(panels):
         axis = figure.add_subplot(rows, -(-len(panels) // rows), n + 1)
         for i, (name, runs) in enumerate(table.groupby("run", sort=False)):
             found = curve(runs, key)
             axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
-                      markersize=3, linewidth=1.4, label=name)
+                      markersize=size / 3, linewidth=size / 6, label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
         if logit or key == "clip_frac":  # one script clips a token in a thousand, another half of them
             axis.set_yscale("logit") if logit else axis.set_yscale("symlog", linthresh=0.001)
             axis.yaxis.set_major_locator(ticker.FixedLocator(LOGIT_TICKS if logit else CLIP_TICKS))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(ticker.NullLocator())
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title)
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         if n == 0 or table is not panels[0][2]:  # the lines of one table look alike in all panels
-            axis.legend(fontsize=8)
-    figure.supxlabel("step (line: mean of the runs; band: from the lowest run to the highest)", fontsize=9)
-    figure.tight_layout()
+            axis.legend()
+    label = figure.supxlabel if panels[1:] else axis.set_xlabel
+    label("step (line: mean of the runs, band: lowest to highest)", fontsize=size)
+    figure.tight_layout(pad=1.5)
     figure.savefig(out, dpi=100)
 
 def main(argv=None):
@@ -79,10 +91,18 @@ def main(argv=None):
             print(f"plot.py: {path} is left out: it has no {args.of or 'such numbers'}", file=sys.stderr)
             continue
         name = path.stem.replace("_", " ") + ": " if args.of and path.suffix == ".csv" else ""
-        tables[name] = pandas.concat([tables.get(name), table])
+        tables.setdefault(name, []).append((path, table))
+    tables = {name: join(found) for name, found in tables.items()}
     panels = [(name + title, key, table) for name, table in tables.items()
               for key, title in shown.items() if key in table]
     draw(panels, args.logit, args.out)
+    for title, key, table in panels:
+        if key == (args.of or "eval_accuracy"):
+            for name, runs in table.dropna(subset=[key]).groupby("run", sort=False):
+                step = curve(runs, key).index[-1]
+                last = runs[runs["step"] == step][key]
+                spread = f" ± {last.std():.4f}" if len(last) > 1 else ""
+                print(f"{title}, step {step}: {name} {last.mean():.4f}{spread} (seeds: {len(last)})")
 
 if __name__ == "__main__":
     main()
