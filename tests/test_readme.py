@@ -1,6 +1,11 @@
-"""README's step by hand, computed by the scripts; the links, commands and examples of all pages."""
+"""The lesson's numbers, computed by the scripts; the links, commands, and examples of all pages."""
+import csv
+import inspect
 import itertools
+import json
+import math
 import re
+import runpy
 import shlex
 import sys
 import types
@@ -16,14 +21,9 @@ import grpo
 import gspo
 import ppo
 
-README, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in (
-    "README.md", "tests/forks/README.md", "tests/manual/rewards.md"))
+README, LESSON, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in (
+    "README.md", "tests/lesson/README.md", "tests/forks/README.md", "tests/manual/rewards.md"))
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
-
-def columns(start):
-    """The rows below a header that starts like this, in a block of text whose cells are two spaces apart."""
-    lines = README[README.index(start):].partition("\n```")[0].splitlines()
-    return [re.split(r"\s{2,}", line) for line in lines[1:]]
 
 def same(cells, values):
     """Each cell is its value, rounded to the digits that are printed."""
@@ -31,9 +31,10 @@ def same(cells, values):
         digits = len(cell.partition(".")[2])
         assert abs(float(cell) - torch.as_tensor(value).item()) <= 0.5001 * 10 ** -digits, (cell, value)
 
-# ---- One step by hand ----
+# ---- The lesson ----
 
-HAND = columns("o  token")
+HAND = LESSON[LESSON.index("\no  token"):].partition("\n```")[0].splitlines()[2:]
+HAND = [re.split(r"\s{2,}", row) for row in HAND]
 LENGTHS = torch.tensor([int(row[0]) for row in HAND]).bincount()[1:, None]
 MASK = (torch.arange(4) < LENGTHS).double()  # (4, 4)
 
@@ -42,45 +43,104 @@ def column(i):
     return torch.zeros_like(MASK).masked_scatter(MASK > 0, MASK.new_tensor([float(row[i]) for row in HAND]))
 
 V, R, NEW = column(3), MASK.new_tensor([1, 0, 0, 0]), column(5)  # log w is given, so log pi_old may be 0
+CRITIC = ppo.gae(ppo.token_rewards(R, 0 * MASK, None, MASK, 0.0), V, MASK, 1.0, 0.95)[0]  # (4, 4)
+GROUP = grpo.group_advantages(R, 4)[:, None]  # (4, 1)
 
-def advantages():
-    """(4, 4) of PPO, without KL and whitening, and (4, 1) of a group."""
-    args = settings(ppo)
-    rewards = ppo.token_rewards(R, 0 * MASK, None, MASK, args.beta)
-    return ppo.gae(rewards, V, MASK, args.gamma, args.lam)[0], grpo.group_advantages(R, 4)[:, None]
+def pushes(script, log_w, adv, mask, **flags):
+    """The gradient of N J with respect to log pi, and the loss, for N completions, without KL."""
+    x = log_w.double().requires_grad_()
+    rows = {"logp": x, "old_logp": 0 * mask, "ref_logp": None, "mask": mask, "adv": adv}
+    loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0, **flags)})
+    return -torch.autograd.grad(loss, x)[0], loss.item() / len(mask)
 
-def pushes(script):
-    """The gradient of N J with respect to log pi, and the loss, for the four completions."""
-    x, (critic, group) = NEW.clone().requires_grad_(), advantages()
-    rows = {"logp": x, "old_logp": 0 * MASK, "ref_logp": None, "mask": MASK,
-            "adv": critic if script is ppo else group}
-    loss, _ = call(script.policy_loss, rows | {"args": settings(script, beta=0.0)})
-    return -torch.autograd.grad(loss, x)[0], loss.detach() / 4
-
-def test_the_advantages_of_one_step():
-    same([row[4] for row in HAND], advantages()[0][MASK > 0])
-    same([row[2] for row in HAND], advantages()[1].expand(4, 4)[MASK > 0])
-
-def test_the_pushes_of_one_step():
+def test_one_step_by_hand():
+    same([row[4] for row in HAND], CRITIC[MASK > 0])
+    same([row[2] for row in HAND], GROUP.expand(4, 4)[MASK > 0])
     s = ((NEW * MASK).sum(1) / LENGTHS[:, 0]).exp()
     same([row[6] for row in HAND], NEW.exp()[MASK > 0])
     same([row[7] for row in HAND], s[:, None].expand(4, 4)[MASK > 0])
-    losses = re.search(r"is (\S+) in PPO, (\S+) in GRPO and.*?= (\S+) in GSPO", README, re.S).groups()
-    for i, script in enumerate((ppo, grpo, gspo)):
-        pushed, loss = pushes(script)
+    losses = re.search(r"is (\S+) in PPO, (\S+) in GRPO, and.*?= (\S+) in GSPO", LESSON).groups()
+    answers = re.search(r"= (\S+) in PPO and by .*?= (\S+) in GRPO.* = (\S+)\.", LESSON).groups()
+    for i, (script, adv) in enumerate([(ppo, CRITIC), (grpo, GROUP), (gspo, GROUP)]):
+        pushed, loss = pushes(script, NEW, adv, MASK)
         printed = [row[8 + i] for row in HAND]
         assert [cell == "clip" for cell in printed] == (pushed[MASK > 0] == 0).tolist()
         same([cell.replace("clip", "0") for cell in printed], pushed[MASK > 0])
         same([losses[i]], [loss])
+        wider, _ = pushes(script, NEW, adv, MASK, eps_high=0.3)  # exercise 6
+        moved = {(int(i), int(t)) for i, t in (wider != pushed).nonzero()}
+        assert moved == {(0, t) for t in (range(4) if script is gspo else range(1))}
+        same([answers[i]] * len(moved), wider[0, :len(moved)])
+
+def test_the_exercises():
+    one = torch.ones(2, 1).double()
+    assert pushes(ppo, torch.tensor([[1.3], [0.7]]).log(), -2 * one, one)[0].tolist() == [[pytest.approx(-2.6)], [0]]
+    for lam, expected in (0.0, [0.3, 0.3]), (1.0, [0.6, 0.3]):
+        values = torch.tensor([[0.4, 0.7]])
+        adv, _ = ppo.gae(torch.tensor([[0.0, 1.0]]), values, torch.ones(1, 2), 1.0, lam)
+        assert adv[0].tolist() == pytest.approx(expected)
+    for right, expected in (1, [0.5, 0.5, 0.5, -1.5]), (10, [0.5, 0.5, 0.5, -1.5]):
+        adv = grpo.group_advantages(torch.tensor([right, right, right, 0.0]), 4)
+        assert adv.tolist() == pytest.approx(expected, abs=4e-4)  # for the 1e-4
+    for script, expected in (grpo, [0, math.exp(-0.3) / 2]), (gspo, [0.5, 0.5]):
+        pushed, _ = pushes(script, torch.tensor([[0.3, -0.3]]), one[:1], torch.ones(1, 2).double())
+        assert pushed[0].tolist() == pytest.approx(expected)
+    assert runpy.run_path(str(ROOT / "tests/lesson/clip.py"))["objective"](1.5, 1) == (pytest.approx(1.2), 0)
+
+def test_the_arithmetic():
+    """Whatever is written as a calculation and its result, such as 2 × (3/4)² = 9/8 or e^0.1 = 1.105."""
+    text = re.sub(r"^ *```.*?^ *```$", "", LESSON, flags=re.M | re.S)
+    found = [pair for pair in re.findall(r"((?:e\^|[-\d.×²√/()+ ])+) = (?=(-?[\d/]+(?:\.\d+)?))", text)
+             if re.search(r"\d.*[×/²]|\d [+-] |e\^", pair[0])]
+    for left, right in found:
+        for symbol, code in {"×": "*", "²": "**2", "√": "math.sqrt", "e^": "math.e**"}.items():
+            left = left.replace(symbol, code)
+        same([right if "/" not in right else str(eval(right))], [eval(left)])
+    assert len(found) > 25
+    assert f"the product is {1.001 ** 100:.1f} after 100 tokens, and {1.001 ** 1000:.1f} after 1,000" in LESSON
+
+def test_the_lines_of_code_are_those_of_the_scripts():
+    for script, function, code in re.findall(r"^```python\n# (\w+)\.py, (\w+)\n(.*?)^```", LESSON, re.M | re.S):
+        source = inspect.getsource(getattr(sys.modules[script], function))
+        lines = [line.partition("  #")[0].strip() for line in source.splitlines()]
+        places = [lines.index(line) for line in code.splitlines()]
+        assert places == sorted(places)
+    assert LESSON.count("```python\n# ") == LESSON.count("```python") >= 9
 
 # ---- Links, commands, examples ----
+
+def test_the_numbers_of_readme():
+    for name, lines in re.findall(r"`(\w+\.py)` \((\d+)", README):
+        assert len((ROOT / name).read_text().splitlines()) == int(lines), name
+    rows = list(csv.DictReader((ROOT / "tests/results/toy/toy.csv").open()))
+    for step, run in ("0", "grpo"), ("20", "grpo"), ("20", "gspo"), ("20", "ppo"):
+        x = 100 * torch.tensor([float(row["eval_accuracy"]) for row in rows if (row["step"], row["run"]) == (step, run)])
+        assert f" {x.mean():.1f} ± {x.std():.1f}% " in README and len(x) == 5
+        assert run != "grpo" or step == "0" or f"between {x.min():.1f}% and {x.max():.1f}%" in README
+
+def test_the_edits_of_readme(tmp_path):
+    """brief and both diffs, pasted into a copy of grpo.py as a reader would."""
+    source, mine = (ROOT / "grpo.py").read_text(), types.ModuleType("mine")
+    block, = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+    source = source.replace("\ndef main(", f"\n{block}\ndef main(")
+    edits = re.findall(r"^```diff\n-(.*)\n\+(.*)\n```", README, re.M)
+    assert [source.count(f"\n{old}\n") for old, _ in edits] == [1, 1]
+    for old, new in edits:
+        source = source.replace(old, new)
+    mine.__file__ = str(tmp_path / "mine.py")
+    exec(source, vars(mine))
+    mine.main(mine.parse_args(f"--device cpu --steps 1 --prompts 2 --eval_problems 8 --out {tmp_path}/a".split()))
+    for record in map(json.loads, (tmp_path / "a/completions/step-1.jsonl").open()):
+        right, = common.answer_reward([record], [record["completion"]])
+        assert record["reward"] == pytest.approx(right - 0.01 * len(record["completion"]))
+    assert mine.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == [0.75, -0.25, -0.25, -0.25]
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_and_commands(page):
     """Every page, file and section that a page links to exists. The scripts know the flags of its commands
     (--resume needs a run, so it is left out)."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    for link, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]*))?\)", text):
+    for link, anchor in re.findall(r"(?:\]\(|src=\")([\w./]*)(?:#([\w-]*))?[)\"]", text):
         target = ROOT / page.parent / link if link else ROOT / page
         assert target.exists(), link
         titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M) if anchor else []
@@ -124,12 +184,11 @@ def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     names, stand_in = {"common": common}, types.SimpleNamespace(parse=lambda x: x[-3:], verify=str.__eq__)
     monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    for code in re.findall(r"^```python\n(.*?)^```", README + REWARDS, re.S | re.M):
+    for code in re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M):
         exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     problems = [{"question": "2 + 3?", "answer": "5"}, {"question": "1 + 1?", "answer": r"so \boxed{2}"}]
     texts = [r"It is \boxed{5}", r"\boxed{3}"]
     assert names["math_verified"](problems, texts) == [1, 0]
-    assert names["brief"](problems, texts) == pytest.approx([1 - 0.01 * len(texts[0]), -0.01 * len(texts[1])])
     for reward, problem, text in zip(names["judged"](problems, texts), problems, texts, strict=True):
         chat = f"<|im_start|>user\n{problem['question']}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
         ids = tokenizer(chat, return_tensors="pt", add_special_tokens=False)["input_ids"]

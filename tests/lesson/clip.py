@@ -3,7 +3,6 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
@@ -16,6 +15,7 @@ def objective(w, adv, eps=0.2):
     return -loss.item(), 0 - torch.autograd.grad(loss, logp)[0].item()
 
 def main(out):
+    import matplotlib
     matplotlib.use("Agg")  # a file, no window
     from matplotlib import pyplot
     pyplot.rcParams["font.size"] = 16
