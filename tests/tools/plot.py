@@ -98,11 +98,12 @@ def main(argv=None):
     draw(panels, args.logit, args.out)
     for title, key, table in panels:
         if key == (args.of or "eval_accuracy"):
+            print(f"{title} at the end, mean ± standard deviation over seeds")
             for name, runs in table.dropna(subset=[key]).groupby("run", sort=False):
                 step = curve(runs, key).index[-1]
                 last = runs[runs["step"] == step][key]
-                spread = f" ± {last.std():.4f}" if len(last) > 1 else ""
-                print(f"{title}, step {step}: {name} {last.mean():.4f}{spread} (seeds: {len(last)})")
+                spread = f"{last.std():.4f}" if len(last) > 1 else "?"
+                print(f"  {name:20} {last.mean():.4f} ± {spread}   (step {step}, seeds: {len(last)})")
 
 if __name__ == "__main__":
     main()
