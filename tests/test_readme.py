@@ -106,7 +106,7 @@ def test_the_edits_of_readme(tmp_path):
     exec(source, vars(mine))
     lines = (ROOT / "tests/toy/train.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(lines[:40]))
-    flags = f"--device cpu --steps 1 --prompts 2 --dataset {tmp_path}/few.jsonl --out {tmp_path}/run"
+    flags = f"--device cpu --steps 1 --prompts 4 --dataset {tmp_path}/few.jsonl --out {tmp_path}/run"
     mine.main(mine.parse_args(flags.split()))
     for record in map(json.loads, (tmp_path / "run/completions/step-1.jsonl").open()):
         right, = common.answer_reward([record], [record["completion"]])

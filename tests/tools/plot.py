@@ -1,6 +1,6 @@
-"""Draw the curves of runs.
+"""Draw the curves of runs (needs matplotlib).
 
-    python tests/tools/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png  (needs matplotlib)
+    python tests/tools/plot.py runs/grpo-seed0 runs/grpo-seed1 runs/ppo-seed0 --out curves.png
     python tests/tools/plot.py tests/results/toy/toy.csv --of eval_accuracy --out accuracy.png
 
 A run is a directory with a metrics.jsonl, or the rows of a .csv with columns run, seed, step, and numbers.
