@@ -10,7 +10,7 @@ from conftest import ROOT
 PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*.patch"))}
 
 def patched_copy(name, folder):
-    """Write the patched script, usually grpo.py, to folder/NAME.py, and return its path."""
+    """Write the patched script, grpo.py, to folder/NAME.py, and return its path."""
     path, first = Path(folder, f"{name}.py"), PATCHES[name].read_text(encoding="utf-8").split()[1]
     subprocess.run(["patch", "-s", "-F0", "-o", path, ROOT / first[2:], PATCHES[name]], check=True)
     return path

@@ -51,23 +51,16 @@ def whiten(rows):
     return [[(x - mean) / std for x in row] for row in rows]
 
 def ratio(kind, log_w, t):
-    """(2): w_t = pi/pi_old, or pi over the sampler's; (5) of gspo.py: s, without and with --token_level"""
+    """(2): w_t = pi/pi_old; (5) of gspo.py: s, without and with --token_level"""
     w, s = exp(log_w[t]), exp(sum(log_w) / len(log_w))
-    return {"token": w, "sampler": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
+    return {"token": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
 
 def gain(case, log_w, t, A, logp):
     """(3): min(w_t A, clip(w_t, 1 - eps_low, 1 + eps_high) A), or what a fork has instead"""
     low, high, w = case.get("eps_low"), case.get("eps_high"), ratio(case["ratio"], log_w, t)
     if case["form"] == "clip":
         return min(w * A, clip(w, 1 - low, 1 + high) * A, key=real)
-    if case["form"] == "mask":  # fork sao: w_t A inside the range, 0 outside, whatever the sign of A
-        return w * A if 1 - low < w.real < 1 + high else 0
-    if case["form"] == "cispo":  # sg(min(w_t, 1 + eps_high)) A log pi
-        return min(w.real, 1 + high) * A * logp
-    # dppo: w_t A, or 0 if A pushes pi away from mu and the two differ by more than delta
-    pi, mu = exp(logp).real, exp(logp - log_w[t]).real
-    D = {"tv": abs(pi - mu), "kl": sum(m * log(m / p).real for p, m in ((pi, mu), (1 - pi, 1 - mu)))}
-    return 0 * w if D[case["divergence"]] > case["delta"] and (pi > mu) == (A > 0) else w * A
+    return min(w.real, 1 + high) * A * logp  # cispo: sg(min(w_t, 1 + eps_high)) A log pi
 
 def penalty(case, log_w, logp, ref_logp):
     """(4) of grpo.py and gspo.py: x - log x - 1, x = pi_ref/pi; with --kl wk3 times w_t"""
@@ -92,7 +85,7 @@ def share(case, i, b):
 def policy_loss(case, i, logp, b, A):
     """(3): what completion i adds to -J if its log-probs are `logp`"""
     old, ref, sampled = (b[name][i] for name in ("old_logp", "ref_logp", "sampled_logp"))
-    log_w = [new - x for new, x in zip(logp, sampled if case["ratio"] == "sampler" else old)]
+    log_w = [new - x for new, x in zip(logp, old)]
     log_m, total = [x - y for x, y in zip(old, sampled)], 0
     for t in range(len(logp)):
         m = correction(case, log_m, t) if "weight" in case else 1
@@ -124,9 +117,6 @@ def fill(vectors):
                                   for kind in ("grpo", "dr_grpo", "rloo")}
         A["per_token"] = [[0.9 ** (n - t) * a for t in range(1, n + 1)]
                           for a, n in zip(A["grpo"], b["lengths"])]
-        A["length_adaptive"] = whiten([
-            gae([0.0] * (n - 1) + [r], V, 0.9, max(0, 1 - 1 / (0.2 * n)))
-            for r, V, n in zip(b["rewards"], b["old_values"], b["lengths"])])
         log_w = [[new - old for new, old in zip(*rows)] for rows in zip(b["logp"], b["old_logp"])]
         part["ratios"] = {"token": [[exp(x) for x in row] for row in log_w],
                           "sequence": [ratio("sequence", row, 0) for row in log_w]}

@@ -18,8 +18,7 @@ BATCHES = {"near": VECTORS, "far": VECTORS["far"]}  # with all results
 CASES = {case["name"]: case for case in VECTORS["policy_losses"]}
 TOKEN_MEAN = "GRPO, a mean over all tokens"  # the default of some frameworks, but of no script here
 FORKS = {"DAPO": "dapo", "Dr. GRPO, k3": "dr_grpo", "RLOO": "rloo", "CISPO": "cispo", "TIS, k3": "tis",
-         "IcePop, k3": "tis", "IcePop, whole completions": "tis", "SAO": "sao", "DPPO, TV": "dppo",
-         "DPPO, KL": "dppo"}
+         "IcePop, k3": "tis", "IcePop, whole completions": "tis"}
 
 def script_of(name, folder):
     return (module_of(patched_copy(FORKS[name], folder)) if name in FORKS else
