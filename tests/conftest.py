@@ -1,4 +1,5 @@
 """What the test files share, in parts: the heading of each part says which files use it."""
+import functools
 import inspect
 import json
 import os
@@ -125,14 +126,20 @@ def random_batch(rows, seed=0, longest=12):
     parts = [[rng.choices(range(64), k=rng.randint(1, longest)) for _ in range(rows)] for _ in "pc"]
     return make_batch(*parts)
 
-def full_logprobs(model, batch, temperature):
-    """(N, T) log-probs by definition, in float64, each row alone and unpadded; 0 where the mask is 0."""
-    logp = torch.zeros_like(batch["mask"], dtype=torch.float64)
+def full_logprobs(model, batch, temperature, also=None):
+    """(N, T) log-probs by definition, in float64, each row alone and unpadded; 0 where the mask is 0. With
+    `also`, a function of logits as in token_logprobs, its (N, T) as well."""
+    logp, taught = torch.zeros_like(batch["mask"], dtype=torch.float64), []
     for i, start in enumerate(batch["prompt_length"].tolist()):
         ids = batch["ids"][i, :start + batch["completion_length"][i]]
-        chances = torch.softmax(model(input_ids=ids[None]).logits[0].double() / temperature, -1)
-        logp[i, :len(ids) - start] = chances[start - 1:-1].gather(1, ids[start:, None])[:, 0].log()
-    return logp * batch["mask"]
+        logits = model(input_ids=ids[None]).logits[0].double()[start - 1:-1] / temperature
+        logp[i, :len(ids) - start] = torch.softmax(logits, -1).gather(1, ids[start:, None])[:, 0].log()
+        taught.append(logits[batch["mask"][i, :len(logits)] > 0])
+    if also is None:
+        return logp * batch["mask"]
+    results = also(torch.cat(taught), torch.arange(sum(map(len, taught))))
+    second = torch.zeros_like(logp).index_put(batch["mask"].nonzero(as_tuple=True), results)
+    return logp * batch["mask"], second
 
 def holes(mask):
     """Mask out one token in each row of three or more: the first, one in the middle, or the last."""
@@ -148,8 +155,11 @@ TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2
         "--max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2")
 
 def train(script, flags, out="run"):
-    """Run a script on the CPU, as its command line does; return the rows of metrics.jsonl."""
-    script.main(script.parse_args(shlex.split(f"--device cpu --out {out} {flags}")))
+    """Run a script on the CPU, as its command line does, with a copy's TEST_FLAGS; return the rows of
+    metrics.jsonl."""
+    args = script.parse_args(shlex.split(f"--device cpu --out {out} {flags}"))
+    vars(args).update(getattr(script, "TEST_FLAGS", {}))
+    script.main(args)
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 def write_jsonl(path, rows):
@@ -194,8 +204,9 @@ def call(function, given):
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
         pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it "
-                    "into rollout, and add it to random_rows in tests/conftest.py. Of collect or update: add "
-                    "it to Trainer there, or give the copy a class (my_tracker: MyTracker).", pytrace=False)
+                    "into rollout, and add it to random_rows in tests/conftest.py, or let update make it. Of "
+                    "collect or update: add it to Trainer there, or give the copy a class (my_tracker: "
+                    "MyTracker).", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
@@ -208,8 +219,11 @@ def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
             "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
 
 def loss_of(script, rows, args):
-    """The loss of such rows, its gradient with respect to logp, and its statistics."""
+    """The loss of such rows, its gradient with respect to logp, and its statistics. Where a copy's update
+    makes a tensor for policy_loss, a table of numbers stands in for it."""
     rows = rows | {"logp": rows["logp"].clone().requires_grad_(), "args": args}
+    if missing := inspect.signature(script.policy_loss).parameters.keys() - rows.keys() - vars(args).keys():
+        rows |= dict.fromkeys(missing & made_in_update(script), rows["old_logp"].abs())
     loss, stats = call(script.policy_loss, rows)
     return loss.detach(), torch.autograd.grad(loss, rows["logp"])[0], stats
 
@@ -230,6 +244,15 @@ class Recorder:
         self.gradients.append(flat_gradient(self.model))
         self.model.zero_grad()
         return {}
+
+@functools.cache
+def made_in_update(script):
+    """The names of what update makes for policy_loss, such as an entropy."""
+    trainer = Trainer(script)
+    with pytest.MonkeyPatch.context() as patch:
+        losses = spy(patch, script, "policy_loss")
+        trainer.update()
+    return {name for name, x in vars(losses[0]).items() if torch.is_tensor(x)} - trainer.rollout.keys()
 
 class Trainer:
     """A script, six problems and tiny models with 8 tokens, so that completions often end. Collects once."""

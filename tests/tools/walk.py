@@ -22,9 +22,9 @@ import common  # noqa: E402
 
 SCREENS = {"completions and pushes": """You see {} of the step's {} completions, before the first and the last
 of {} optimizer steps. The advantage is the completion's, or for PPO the mean of its tokens'. The push of a
-token is N dJ/dlog pi, without the KL: how much J gains as its log-prob rises. ▲ and △ are strong and weak
-pushes up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage is 0. ↵ is a line break, ∎
-the end.""", "log-probs": """For two completions you see the five tokens that moved furthest: the log-prob
+token is N dJ/dlog pi, without the KL or an entropy bonus: how much J gains as its log-prob rises. ▲ and △
+are strong and weak pushes up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage is 0.
+↵ is a line break, ∎ the end.""", "log-probs": """For two completions you see the five tokens that moved furthest: the log-prob
 before the update, then the log-prob and the ratio after a step. The ratio of the mean is the s of GSPO."""}
 
 def watch(script, args):
@@ -59,9 +59,10 @@ def watch(script, args):
 def pushes_of(seen, logp):
     """The push of each token, N dJ/dlog pi, (n, T), for a policy with these log-probs, by policy_loss."""
     logp, loss = logp.clone().requires_grad_(), seen["script"].policy_loss
-    # The parameters of policy_loss go by name. beta is 0, because the KL would push clipped tokens, too.
+    # The parameters of policy_loss go by name. beta is 0, because the KL would push clipped tokens, too. What
+    # update makes itself, such as an entropy, is 0.
     given = vars(seen["args"]) | {"ref_logp": None} | seen["rows"] | {"logp": logp, "beta": 0}
-    value, _ = loss(*(given[name] for name in inspect.signature(loss).parameters))
+    value, _ = loss(*(given.get(name, 0 * logp.detach()) for name in inspect.signature(loss).parameters))
     return -torch.autograd.grad(value, logp)[0]
 
 def tokens_of(seen, i):
