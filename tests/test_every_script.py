@@ -52,11 +52,14 @@ def watched_update(trainer, monkeypatch):
         "policy_loss once per micro-batch: otherwise these tests see nothing")
     return stats, list(zip(batches.values(), losses))
 
+def imported(name):
+    rejected = ROOT / f"{name}.py.rej"
+    assert not rejected.exists(), f"{name}.py is only half patched: the rest is in {rejected}"
+    return importlib.import_module(name)
+
 @pytest.fixture(params=SCRIPTS)
 def script(request):
-    rejected = ROOT / f"{request.param}.py.rej"
-    assert not rejected.exists(), f"{request.param}.py is only half patched: the rest is in {rejected}"
-    return importlib.import_module(request.param)
+    return imported(request.param)
 
 # --- update: from a rollout to gradients
 
@@ -64,7 +67,7 @@ def script(request):
 def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch):
     """Row by row, without common.py: temperature, shift by one, mask, division by the number of rows. What
     else a copy takes from the logits, by `also`, comes from whole logits, too."""
-    script = importlib.import_module(name)
+    script = imported(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
     [gradient], found = trainer.gradients(rollout)
@@ -238,7 +241,7 @@ def test_the_token_that_ends_a_completion_is_trained(script):
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_a_row_without_tokens_adds_nothing(name, options):
     """Neither NaN nor a gradient, alone or with others, and nothing to the statistics."""
-    script, rows = importlib.import_module(name), random_rows(4, lengths=(3, 0, 7, 1))
+    script, rows = imported(name), random_rows(4, lengths=(3, 0, 7, 1))
     empty, others = ({key: x[keep] for key, x in rows.items()} for keep in ([1], [0, 2, 3]))
     args = settings(script, **known(script, **options))
     whole, alone, rest = (loss_of(script, part, args) for part in (rows, empty, others))
@@ -250,7 +253,7 @@ def test_a_row_without_tokens_adds_nothing(name, options):
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_log_ratios_of_two_hundred_stay_finite(name, options):
     """exp(200) is inf in float32, and where the mask is 0, 0 * inf would be NaN."""
-    script, zero = importlib.import_module(name), torch.zeros(2, 3)
+    script, zero = imported(name), torch.zeros(2, 3)
     for old, ref in [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)]:
         rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
         rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}

@@ -2,6 +2,7 @@
 lines above it come and go, but without fuzz: its own lines and those next to them must be there."""
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,19 @@ PATCHES = {path.stem: path for path in sorted((ROOT / "tests" / "forks").glob("*
 
 def patched_copy(name, folder):
     """Write the patched script, grpo.py, to folder/NAME.py, and return its path."""
-    path, first = Path(folder, f"{name}.py"), PATCHES[name].read_text(encoding="utf-8").split()[1]
-    subprocess.run(["patch", "-s", "-F0", "-o", path, ROOT / first[2:], PATCHES[name]], check=True)
+    path = Path(folder, f"{name}.py")
+    subprocess.run(["patch", "-s", "-F0", "-o", path, ROOT / "grpo.py", PATCHES[name]], check=True)
     return path
+
+def changed_copy(*pairs, source=ROOT / "grpo.py"):
+    """A script as a module, named `mine`, with the first text of each pair replaced by the second."""
+    text = source.read_text(encoding="utf-8")
+    for old, new in pairs:
+        assert old in text, f"the script has no {old!r} any more"
+        text = text.replace(old, new)
+    Path("mine.py").write_text(text, encoding="utf-8")
+    sys.modules["mine"] = module_of(Path("mine.py"))
+    return sys.modules["mine"]
 
 def module_of(path):
     spec = importlib.util.spec_from_file_location(f"of_{path.stem}", path)

@@ -1,5 +1,7 @@
 """Each patch applies, computes what its paper says (most: vectors/test_vectors.py), and learns the toy."""
 import math
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -7,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, loss_of, newest, random_batch, random_rows, same, settings, spy,
-                      tiny_model, train)
-from patched import PATCHES, fork, patched_copy  # noqa: F401
+from conftest import (ROOT, Trainer, full_logprobs, loss_of, newest, random_batch, random_rows, same,
+                      settings, spy, tiny_model, train)
+from patched import PATCHES, changed_copy, fork, patched_copy  # noqa: F401
 from safetensors.torch import load_file
 
-import common
+import common, grpo, test_every_script, walk  # noqa: E401
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +27,127 @@ def test_a_fork_runs_and_learns_the_toy(name, fork):
     assert 0 < first["sampling_logp_difference"] < 3e-7
 
 def test_every_fork_passes_the_tests_of_every_script(tmp_path):
-    """As copies next to common.py: README promises that `pytest` tests a copy. Runs as two processes."""
+    """As copies next to common.py: README promises that `pytest` tests a copy. Runs as two processes, which
+    take a file for ASCII unless the code says otherwise."""
     (tmp_path / "tests" / "toy").mkdir(parents=True)
     for file in ("common.py", "tests/conftest.py", "tests/test_every_script.py", "tests/toy/args.json"):
         shutil.copy(ROOT / file, tmp_path / file)
     for name in sorted(PATCHES):
         patched_copy(name, tmp_path)
-    names = sorted(PATCHES)
+    names, ascii = sorted(PATCHES), {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
-    running = [subprocess.Popen([*command, f"not learns and ({' or '.join(part)})"], cwd=tmp_path,
-                                stdout=subprocess.PIPE, text=True) for part in (names[::2], names[1::2])]
+    given = {"cwd": tmp_path, "stdout": subprocess.PIPE, "encoding": "utf-8", "env": os.environ | ascii}
+    running = [subprocess.Popen([*command, f"not learns and ({' or '.join(part)})"], **given)
+               for part in (names[::2], names[1::2])]
     for process in running:
         said, _ = process.communicate()
         assert process.returncode == 0, said
+
+# ---- The page: its examples, and what its recipe for tests sees
+
+def example(name):
+    """The function of this name, from an example on the page."""
+    page = (ROOT / "tests" / "forks" / "README.md").read_text(encoding="utf-8")
+    examples, names = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.S | re.M), {"torch": torch}
+    exec(*(code for code in examples if f"def {name}(" in code), names)
+    return names[name]
+
+@pytest.mark.parametrize("old, new", [
+    ("torch.min(unclipped", "torch.max(unclipped"), ("- beta * kl_it", "+ beta * kl_it"),
+    ("clamp(1 - eps_low, 1 + eps_high)", "clamp(1 - eps_high, 1 + eps_low)"),
+    ("log_x.exp() - log_x - 1", "log_x.square() / 2"), ("r.std(1, keepdim=True)", "r.std()")])
+def test_the_shown_test_fails_for_wrong_equations(old, new, fork):
+    """It passes on grpo.py itself: see test_readme.py."""
+    changed_copy((old, new))
+    with pytest.raises(AssertionError):
+        example("test_my_equations")()
+
+@pytest.mark.parametrize("old, new, said", [
+    ("copy.deepcopy(policy).eval().requires_grad_(False)", "policy", "along with pi"),
+    ('parts["reference"] = reference', "pass", None),
+    ("args.seed * 1_000_003 + step)", "args.seed)", "random numbers"),
+    ("tokenizer, held_out, reward", "tokenizer, problems[:9], reward", "training problem"),
+    ("stats = common.rollout_stats(rollout, args.group_size)", "stats = {'a': torch.ones(1)}", "JSON")])
+def test_the_test_of_main_fails_for_wrong_ones(old, new, said, fork, here, spread, monkeypatch):
+    with pytest.raises((AssertionError, TypeError), match=said):
+        test_every_script.test_a_resumed_run_is_equal_to_one_that_was_never_stopped(
+            changed_copy((old, new)), None, None, monkeypatch)
+
+def test_a_half_applied_patch_is_loud(tmp_path, monkeypatch):
+    """Each patch replaces the first line, so that none applies on top of another. The tests refuse a .rej."""
+    first = (ROOT / "grpo.py").read_text("utf-8").partition("\n")[0]
+    assert all(f"\n-{first}\n" in path.read_text("utf-8") for path in PATCHES.values())
+    monkeypatch.setattr(test_every_script, "ROOT", tmp_path)
+    Path(tmp_path, "grpo.py.rej").touch()
+    with pytest.raises(AssertionError, match="half patched"):
+        test_every_script.imported("grpo")
+
+def to_teacher(teacher, b, args):
+    """A function for `also` of token_logprobs that computes KL(pi || teacher) at each token."""
+    with torch.no_grad():
+        _, hidden, _ = common.completion_states(teacher, b, args)  # (M, H)
+
+    def kl(logits, rows):
+        with torch.no_grad():
+            log_q = (common.head_logits(teacher, hidden[rows]) / args.temperature).log_softmax(-1)  # (n, K)
+        log_p = logits.log_softmax(-1)  # (n, K)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return kl
+
+def test_distillation(fork, monkeypatch):
+    """The KL from whole logits, in chunks of 2 tokens. The tests of every script can test such a copy."""
+    batch, logits = random_batch(5), []
+    policy, teacher, args = tiny_model(), tiny_model(seed=1), settings(grpo, temperature=0.7)
+    _, kl = common.token_logprobs(policy, batch, args, to_teacher(teacher, batch, args), chunk=2 * 64)
+    for model in (policy, teacher):
+        full_logprobs(model, batch, 0.7, lambda x, rows: logits.append(x.log_softmax(-1)) or rows.double())
+    expected = (logits[0].exp() * (logits[0] - logits[1])).sum(1)
+    torch.testing.assert_close(kl[batch["mask"] > 0].double(), expected, rtol=1e-4, atol=1e-5)
+    mine = changed_copy(("also=entropy_of", "also=to_teacher(reference, b, args)"),
+                        ("update(policy, optimizer", "update(policy, reference, optimizer"),
+                        source=patched_copy("entropy", "."))
+    mine.to_teacher = to_teacher
+    test_every_script.test_the_gradient_of_an_update_from_whole_logits("mine", {}, monkeypatch)
+
+def test_the_shown_merge_of_two_rollouts(fork):
+    """The gradient of the whole is the mean of the parts' gradients."""
+    trainer = Trainer(grpo, group_size=4, max_new_tokens=4)
+    parts = [trainer.rollout]
+    trainer.args.max_new_tokens = 9
+    trainer.collect()
+    both = example("merged")(*parts, trainer.rollout)
+    assert both["texts"] == parts[0]["texts"] + trainer.rollout["texts"] and both["mask"].shape == (48, 9)
+    whole, *halves = (trainer.gradients(one)[0] for one in (both, *parts, trainer.rollout))
+    torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
+
+# ---- Entropy bonus
+
+def test_the_entropy_bonus_by_enumeration(fork):
+    """J, its gradient, and the mean entropy, token by token, over the whole vocabulary. Groups of equal
+    rewards have a gradient, too."""
+    flags = {"group_size": 4, "beta": 0.0, "eps_low": 0.02, "eps_high": 0.05, "ent_coef": 0.3}
+    right_or_wrong = lambda problems, texts: [float("t3" in text) for text in texts]  # noqa: E731
+    trainer, rollout = Trainer(fork("entropy"), right_or_wrong, **flags).moved()
+    J, entropies = 0, []
+    for i, start in enumerate(rollout["prompt_length"].tolist()):
+        n, A = rollout["completion_length"][i], rollout["adv"][i, 0]
+        ids = rollout["ids"][i, :start + n]
+        for t, p in enumerate(torch.softmax(trainer.policy(ids[None]).logits[0, start - 1:-1] / 0.6, -1)):
+            w = p[ids[start + t]] / rollout["old_logp"][i, t].exp()
+            entropies.append(-(p * p.log()).sum())
+            J += (torch.min(w * A, w.clamp(0.98, 1.05) * A) + 0.3 * entropies[-1]) / n / len(rollout["ids"])
+    expected = torch.autograd.grad(-J, list(trainer.policy.parameters()))
+    [gradient], stats = trainer.gradients(rollout)
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
+    assert stats["loss"] == pytest.approx(-J.item(), rel=1e-6) and (rollout["adv"] == 0).any()
+    assert stats["full_entropy"] == pytest.approx(sum(entropies).item() / len(entropies), rel=1e-6)
+
+def test_walk_shows_a_step_of_the_entropy_bonus(fork):
+    """The entropy is no part of the pushes: they are those of grpo.py."""
+    flags = ["--device", "cpu", "--dataset", "few.json", "--steps", "1", "--prompts", "2", "--beta", "0"]
+    seen = [walk.watch(script, script.parse_args(flags)) for script in (fork("entropy"), grpo)]
+    one, other = (walk.pushes_of(x, x["logps"][0]) for x in seen)
+    torch.testing.assert_close(one, other)
 
 # ---- TPO
 
