@@ -176,7 +176,8 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
         return [int(problem["question"]) + len(text) % 2 for problem, text in zip(problems, texts)]
     trainer.reward = reward
     trainer.collect()
-    assert asked == list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
+    rows = list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
+    assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)  # it may choose rows
     for count in (12, 23, 48):
         trainer.reward = lambda problems, texts: [i % 5 for i in range(count)]
         with pytest.raises((RuntimeError, IndexError)):
