@@ -173,13 +173,13 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
 
     def reward(problems, texts):
         asked.extend(zip(problems, texts, strict=True))
-        return [int(problem["question"]) + len(text) % 2 for problem, text in zip(problems, texts)]
+        return [len(text) % 4 // 2 for text in texts]  # 0 or 1
     trainer.reward = reward
     trainer.collect()
     rows = list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
     assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)  # it may choose rows
     for count in (12, 23, 48):
-        trainer.reward = lambda problems, texts: [i % 5 for i in range(count)]
+        trainer.reward = lambda problems, texts: [i % 2 for i in range(count)]
         with pytest.raises((RuntimeError, IndexError)):
             trainer.collect()
 

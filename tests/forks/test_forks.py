@@ -112,12 +112,12 @@ def test_distillation(fork, monkeypatch):
 def test_the_shown_merge_of_two_rollouts(fork):
     """The gradient of the whole is the mean of the parts' gradients."""
     trainer = Trainer(grpo, group_size=4, max_new_tokens=4)
-    parts = [trainer.rollout]
-    trainer.args.max_new_tokens = 9
+    short, trainer.args.max_new_tokens = trainer.rollout, 9
     trainer.collect()
-    both = example("merged")(*parts, trainer.rollout)
-    assert both["texts"] == parts[0]["texts"] + trainer.rollout["texts"] and both["mask"].shape == (48, 9)
-    whole, *halves = (trainer.gradients(one)[0] for one in (both, *parts, trainer.rollout))
+    both, long = example("merged")(short, trainer.rollout), trainer.rollout
+    assert both["texts"] == short["texts"] + long["texts"] and torch.equal(both["ids"][24:], long["ids"])
+    assert torch.equal(both["mask"][:24, :4], short["mask"]) and (both["mask"][:24, 4:] == 0).all()
+    whole, *halves = (trainer.gradients(one)[0] for one in (both, short, long))
     torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
 
 # ---- Entropy bonus
