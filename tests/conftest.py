@@ -149,7 +149,7 @@ def holes(mask):
             mask[i, (0, n // 2, n - 1)[n % 3]] = 0
     return mask
 
-# ---- Whole runs in a directory of their own: test_cli, test_data, test_resume, test_toy, forks ----
+# ---- Whole runs in directories of their own: test_every_script, _cli, _data, _resume, _toy, forks ----
 
 TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_prompt_tokens 256 "
         "--max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2")

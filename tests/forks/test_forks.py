@@ -55,7 +55,7 @@ def example(name):
 @pytest.mark.parametrize("old, new", [
     ("torch.min(unclipped", "torch.max(unclipped"), ("- beta * kl_it", "+ beta * kl_it"),
     ("clamp(1 - eps_low, 1 + eps_high)", "clamp(1 - eps_high, 1 + eps_low)"),
-    ("log_x.exp() - log_x - 1", "log_x.square() / 2"), ("r.std(1, keepdim=True)", "r.std()")])
+    ("r.std(1, keepdim=True)", "r.std()")])
 def test_the_shown_test_fails_for_wrong_equations(old, new, fork):
     """It passes on grpo.py itself: see test_readme.py."""
     changed_copy((old, new))
