@@ -177,7 +177,7 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
     trainer.reward = reward
     trainer.collect()
     rows = list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
-    assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)  # it may choose rows
+    assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)
     for count in (12, 23, 48):
         trainer.reward = lambda problems, texts: [i % 2 for i in range(count)]
         with pytest.raises((RuntimeError, IndexError)):
