@@ -19,43 +19,26 @@ from make_problems import write
 ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
     sixteen seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
-def words(n):
-    """Write a number from 0 to 99 as words: 42 -> 'forty-two'."""
-    if n < 20:
-        return ONES[n]
-    tens = TENS[n // 10 - 2]
-    return f"{tens}-{ONES[n % 10]}" if n % 10 else tens
-
+WORDS = ONES + [ten + f"-{one}" * (one != "zero") for ten in TENS for one in ONES[:10]]
+SIZES = {"warmup.jsonl": 112, "problems/test.jsonl": 2000, "problems/train.jsonl": 10000}
 
 def problem(a, name, b):
     """One problem, where `name` is plus or minus."""
     sign, answer = ("+", a + b) if name == "plus" else ("-", a - b)
-    return {"question": f"What is {words(a)} {name} {words(b)}?", "answer": str(answer),
+    return {"question": f"What is {WORDS[a]} {name} {WORDS[b]}?", "answer": str(answer),
             "solution": f"{a} {sign} {b} = {answer}\n#### {answer}"}
 
-
-def all_problems():
-    """Every problem, in lists that must stay together: one subtraction, or a sum and its mirror image."""
-    groups = []
+if __name__ == "__main__":
+    groups, parts = [], {name: [] for name in SIZES}  # a group stays together
     for a in range(100):
         for b in range(a + 1):
             groups.append([problem(a, "minus", b)])
             groups.append([problem(x, "plus", y) for x, y in sorted({(a, b), (b, a)})])
-    return groups
-
-
-if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    sizes = {"warmup.jsonl": 112, "problems/test.jsonl": 2000, "problems/train.jsonl": 10000}
-    parts = {name: [] for name in sizes}
-    groups = all_problems()
     random.Random(0).shuffle(groups)
     for group in groups:
-        for name, size in sizes.items():
-            if len(parts[name]) + len(group) <= size:
-                parts[name] += group
+        for name, rows in parts.items():
+            if len(rows) + len(group) <= SIZES[name]:
+                rows += group
                 break
     for name, rows in parts.items():
-        write(out / name, rows)
+        write(Path(sys.argv[1], name), rows)
