@@ -52,6 +52,22 @@ def test_1_ppo_gae(gamma, lam, A):
     adv, returns = ppo.gae(r, V, mask, gamma, lam)
     near([adv, (returns - V) * mask], [[A, [0.7, 0, 0]]] * 2)
 
+def test_1_whitened_advantages():
+    """The trained tokens have A = 1, 3 and 5. Their mean is 3, and the mean squared difference from it is
+    (4 + 0 + 4)/3. So the std is 1.632993, and the whitened A are -2/1.632993, 0 and 2/1.632993."""
+    A, mask = tensor([[1, 3, 99], [9, 99, 5]]), tensor([[1, 1, 0], [0, 0, 1]])
+    near(ppo.whiten(A, mask), [[-1.224745, 0, 0], [0, 0, 1.224745]])
+
+def test_1_explained_variance():
+    """R = [1, 2, 3] has the variance 1. R - V = [.5, .5, 1.5] has the mean 5/6, and its squared differences
+    add up to 6/9, so its variance is 1/3: V explains 2/3. A constant V explains 0. If all R are equal up to
+    rounding, or if there is only one, there is nothing to explain."""
+    R, mask = tensor([[1, 2, 9], [3, 9, 9]]), tensor([[1, 1, 0], [1, 0, 0]])
+    for V, share in (([[0.5, 1.5, 9], [1.5, 0, 0]], 2 / 3), ([[7, 7, 1], [7, 1, 1]], 0)):
+        near(ppo.explained_variance(R, tensor(V), mask).values(), [share])
+    for equal in (0.7 + 1e-7 * torch.rand(3, 4), torch.ones(1, 1)):
+        assert ppo.explained_variance(equal, torch.rand(equal.shape), torch.ones(equal.shape)) == {}
+
 # --- (2) ratio
 @pytest.mark.parametrize("script, J, push", [
     (ppo, 1.116667, [0.4, 0.416667, 0.3]),
@@ -103,7 +119,7 @@ def test_3_gspo_clips_a_whole_completion(A, J, push):
     w = .9. With A = -1 the min takes -s, and every token is pushed by -s/3, which brings s back."""
     near(objective(gspo, (0.3, 0.1), *COMPLETION, [[A]]), (J, [[push] * 3]))
 
-# --- (4) KL. The KL of gspo.py is that of grpo.py, but its beta is 0 by default
+# --- (4) KL
 def test_4_ppo_puts_the_penalty_into_the_reward():
     """With beta .1 and pi_old/pi_ref = 2, 1, 1/2 the rewards of the tokens are -.1 ln 2 = -.069315, 0 and
     .069315. The last token also gets the reward of the completion, 1. The second completion has two tokens
@@ -124,6 +140,16 @@ def test_4_grpo_k3(beta, kl, A, J, push):
     A + beta ln x."""
     rows = [[0.4]] * 3, [[0.4]] * 3, [[A]] * 3, [[0.8], [0.2], [0.4]]
     near(objective(grpo, CLIP, *rows, beta, kl), (J, push))
+
+@pytest.mark.parametrize("script", [grpo, gspo])
+@pytest.mark.parametrize("kl, J, push", [
+    ("k3", -0.306853, [0.5, 0.5]), ("wk3", -0.383566, [0.693147, 0.173287])])
+def test_4_wk3_is_weighted_by_the_ratio_of_the_token(script, kl, J, push):
+    """The ratios are w = 2 and 1/2, so in GSPO s is 1. With x = 2 for both, k3 is 1 - ln 2 = .306853. Its mean
+    is .306853, and that of w k3 is (2 + .5)/2 x .306853 = .383566. With A = 0 and beta = 1, J is minus that,
+    and the push is (x - 1)/2 for k3 and w ln x/2 for w k3."""
+    rows = [[0.4, 0.1]], [[0.2, 0.2]], [[0]], [[0.8, 0.2]]
+    near(objective(script, CLIP, *rows, 1, kl), (J, [push]))
 
 # A vocabulary of four tokens: their probabilities under pi, pi_ref and pi_old, from logits z.
 Z = [[0.3, -0.5, 1.1, 0], [0, 0.4, 0.2, -0.7], [0.1, -0.2, 0.9, 0.3]]
@@ -192,10 +218,13 @@ def near(found, expected, within=1e-6):
 
 def objective(script, eps, pi, old, A, ref=None, beta=0, kl="k3", mask=None, token_level=False):
     """Return J, summed over completions, and the push of every token. pi, old, ref, mask and the pushes have
-    the shape (completions, tokens), and A may be (completions, 1)."""
+    the shape (completions, tokens), and A may be (completions, 1). clip_frac, which is logged, must be the
+    fraction of tokens that have an advantage, but no push from it."""
     logp, old, A = tensor(pi).log().requires_grad_(), tensor(old).log(), tensor(A)
     mask = torch.ones_like(old) if mask is None else mask
     refs = [] if script is ppo else [None if ref is None else tensor(ref).log()]
     more = {ppo: [], grpo: [beta, kl], gspo: [beta, kl, token_level]}[script]
-    loss, _ = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
-    return -loss.item(), torch.autograd.grad(-loss, logp)[0]
+    loss, stats = script.policy_loss(logp, old, *refs, A, mask, *eps, *more)
+    push = torch.autograd.grad(-loss, logp)[0]
+    assert beta or stats["clip_frac"] == (((push == 0) & (A * mask != 0)).sum(), mask.sum())
+    return -loss.item(), push

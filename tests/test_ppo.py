@@ -1,10 +1,8 @@
-"""PPO's critic, beyond test_equations.py. For collect and update, see vectors/test_vectors.py."""
+"""PPO's critic. For its equations, see test_equations.py."""
 import torch
 from conftest import Trainer, random_batch, settings, tiny_model
 
 import ppo
-
-# --- the critic
 
 def new_critic(head=0.0, bias=0.0):
     """A model and a new critic. Its head may be moved away from its start."""
@@ -45,14 +43,6 @@ def test_values_in_bfloat16_are_not_rounded():
     _, model = new_critic(head=0.01, bias=1.0)
     values = ppo.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
-
-# --- statistics, update
-
-def test_no_explained_variance_is_logged_for_equal_rewards():
-    """Their variance is rounding noise. The variance of one number is NaN."""
-    for shape in ((3, 4), (1, 1)):
-        returns = 0.7 + 1e-7 * torch.randn(shape)
-        assert ppo.explained_variance(returns, torch.randn(shape), torch.ones(shape)) == {}
 
 def test_policy_and_critic_are_trained_apart():
     """With one optimizer, or one clipped norm for both, the loss of one would move or starve the other."""

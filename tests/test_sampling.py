@@ -52,60 +52,36 @@ def test_completions_end_with_their_first_stop_token(pad, monkeypatch):
     assert rollout["finished"].tolist() == [True, False, True, True, True]
     assert rollout["sampled_logp"][0].tolist() == [-1, -2, -3, 0, 0]
 
-def test_tokens_that_stop(tmp_path):
-    """Those of generation_config and of the tokenizer, if any, and what ends a turn in the chat template, if
-    it is a special token: in Qwen2.5's base models it is not the EOS. All end up in generation_config."""
-    model, no_mark = tiny_model(), CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]")
-    tiny, chat = tiny_tokenizer(), char_tokenizer(CHATML)
-    end = chat.convert_tokens_to_ids("<|im_end|>")
-    for listed, tokenizer, expected in [
-            (7, tiny, [1, 7]), ([9, 7], tiny, [1, 7, 9]), (None, tiny, [1]), (None, chat, [1, end]),
-            (None, char_tokenizer(no_mark), [1])]:
-        model.generation_config.eos_token_id = listed
-        assert common.stop_ids(model, tokenizer) == expected
-    policy, _ = common.load_policy(settings(grpo, model=save_tiny(tmp_path, "qwen2", chat)))
-    assert policy.generation_config.eos_token_id == [1, end]
-
-LLAMA = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-         "{{ m['content'] | trim }}<|eot_id|>{% endfor %}")
 GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}"
          "<end_of_turn>\n{% endfor %}")
-PHI = ("{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
-       "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
 MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}"
            " [/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
-DEEPSEEK = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
-            "{% else %}<|Assistant|></think>{{ m['content'].split('</think>')[-1] }}<|end_of_sentence|>"
-            "{% endif %}{% endfor %}")
-GLM = "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
-SMOL = ("{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nYou are a "
-        "helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}<|im_start|>"
-        "{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}")
 THINK = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}<think>\n\n"
          "</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}")
-LOWER = "{% for m in messages %}<s>{{ m['content'] | lower }}</s>{% endfor %}"
 
 @pytest.mark.parametrize("chat, added, end", [
-    (CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
-    (LLAMA, "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<|eot_id|>"),
-    (GEMMA, "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
+    (CHATML, "", "<|im_end|>"), (GEMMA, "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
     (GEMMA.replace("<end_of", "\n<end_of"), "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
-    (PHI, "<|user|> <|assistant|> <|end|>", "<|end|>"),
-    (MISTRAL, "[INST] [/INST]", None), (MISTRAL, "", None),
-    (DEEPSEEK, "<|User|> <|Assistant|> </think> <|end_of_sentence|>", "<|end_of_sentence|>"),
-    (GLM, "[gMASK] <sop> <|user|> <|assistant|>", None),
-    (SMOL, "<|im_start|> <|im_end|>", "<|im_end|>"),
-    (THINK, "<|im_start|> <|im_end|> <think> </think>", "<|im_end|>"),
-    (LOWER, "<s> </s>", "<s>")])  # ANSWER becomes lower case and is not found; to stop at <s> is harmless
+    (MISTRAL, "[INST] [/INST]", None), (THINK, "<think> </think>", "<|im_end|>"),
+    (CHATML.replace("<|im_end|>\n", "<|im_end|><sep>"), "<sep>", "<|im_end|>"),
+    (CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]"), "", None)])
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
-    """In addition to <eos>: the first added token after the answer, whether it is called special or not, but
-    not a newline, which is an added token in Gemma."""
+    """In addition to <eos>: the first added token after the answer and no other, whether it is called special
+    or not, but not a newline, which is an added token in Gemma."""
     tokenizer, kind = char_tokenizer(chat), tokenizers.AddedToken
     tokenizer.backend_tokenizer.add_tokens(
-        [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split() if "im_" not in x])
+        [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split()])
     stops = common.stop_ids(tiny_model(), tokenizer)
     assert sorted(tokenizer.convert_ids_to_tokens(stops)) == sorted({"<eos>", end or "<eos>"})
+
+def test_stop_tokens_of_model_and_tokenizer_end_up_in_the_generation_config(tmp_path):
+    model, chat = tiny_model(), char_tokenizer(CHATML)
+    for listed, expected in ((7, [1, 7]), ([9, 7], [1, 7, 9]), (None, [1])):
+        model.generation_config.eos_token_id = listed
+        assert common.stop_ids(model, tiny_tokenizer()) == expected
+    policy, _ = common.load_policy(settings(grpo, model=save_tiny(tmp_path, "qwen2", chat)))
+    assert policy.generation_config.eos_token_id == [1, chat.convert_tokens_to_ids("<|im_end|>")]
 
 # --- which tokens
 
