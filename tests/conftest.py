@@ -74,10 +74,6 @@ def tiny_config(family, vocab_size=64, **settings):
                  embd_pdrop=0.0, eos_token_id=1, bos_token_id=None, pad_token_id=None)
     return transformers.AutoConfig.for_model(family, vocab_size=vocab_size, **sizes | settings)
 
-@pytest.fixture(params=["qwen2", "gpt2"])
-def family(request):
-    return request.param
-
 def tiny_tokenizer(vocab_size=64, eos="t1", pad=None, unk="t2", bos=None, words=None):
     """Token i decodes to words[i], or "t<i>". Text is split into characters, so "t<i>" never encodes to i."""
     ids = {word: i for i, word in enumerate(words or [f"t{i}" for i in range(vocab_size)])}
