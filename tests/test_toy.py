@@ -11,40 +11,38 @@ from transformers import AutoTokenizer
 import grpo
 
 TOY = ROOT / "tests" / "toy"
-SPLITS = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
-          for name in ("train", "test")}
 
 def value(text):
     """7+2-5 -> 4, in another way than make.py: as a sum of signed digits."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
-def test_every_step_and_answer_is_right_and_no_question_is_there_twice():
-    rows = SPLITS["train"] + SPLITS["test"]
-    for row in rows:
-        text, (*steps, last) = row["question"].removesuffix("=?"), row["answer"].split("\n")
-        assert f"{text}=?" == row["question"] and last == f"#### {value(text)}"
-        assert len(steps) == len(text) // 2
-        for end, step in zip(range(1, len(text), 2), steps):
-            assert step == f"{value(text[:end])}{text[end:end + 2]}={value(text[:end + 2])}"
-    assert len({"".join(row["question"].split()) for row in rows}) == len(rows) == 14520
-    assert len(SPLITS["test"]) > 2500
-
-def test_make_py_makes_these_problems(monkeypatch):
+def test_the_problems_are_what_make_py_makes_with_right_steps_and_answers(monkeypatch):
+    """No question is there twice."""
     monkeypatch.syspath_prepend(TOY)
     import make
-    assert make.make_problems() == SPLITS
+    splits = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
+              for name in ("train", "test")}
+    assert make.make_problems() == splits and len(splits["test"]) == 2939
+    rows = sum(splits.values(), [])
+    for row in rows:
+        text, (*steps, last) = row["question"].removesuffix("=?"), row["answer"].split("\n")
+        ends = range(1, len(text), 2)
+        assert last == f"#### {value(text)}" and steps == [
+            f"{value(text[:end])}{text[end:end + 2]}={value(text[:end + 2])}" for end in ends]
+    assert len({row["question"] for row in rows}) == len(rows) == 14520
 
-@pytest.mark.parametrize("prompts, steps", [(2, 3), (16, 1)])
-def test_sft_trains_every_solution_to_its_end(prompts, steps, here, monkeypatch):
+@pytest.mark.parametrize("flags, steps", [
+    ({"prompts": 2}, 3), ({"prompts": 16}, 1), ({"prompts": 2, "epochs": 2, "steps": 5}, 5)])
+def test_sft_trains_every_solution_to_its_end(flags, steps, here, monkeypatch):
     """Including the EOS, or the model would never stop. Six rows are fewer than --prompts 16."""
     import sft
     calls = spy(monkeypatch, sft, "train")
     write_jsonl("warmup.jsonl", [row | {"solution": row["answer"]} for row in sums(6)])
-    sft.main(settings(grpo, model="model", dataset="warmup.jsonl", prompts=prompts, out="sft"))
-    tokenizer = AutoTokenizer.from_pretrained("sft")
-    learned = [tokenizer.decode(ids) for _, completions in calls[0].batches for ids in completions]
-    assert sorted(learned) == sorted(row["answer"] + "<eos>" for row in sums(6))
-    assert len(calls[0].batches) == steps
+    sft.main(settings(grpo, model="model", dataset="warmup.jsonl", out="sft", **flags))
+    tokenizer, batches = AutoTokenizer.from_pretrained("sft"), calls[0].batches
+    learned = [tokenizer.decode(ids) for _, completions in batches for ids in completions]
+    assert set(learned) == {row["answer"] + "<eos>" for row in sums(6)} and len(batches) == steps
+    assert len(learned) == steps * min(6, flags["prompts"]) and len(set(learned[:6])) == 6
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):

@@ -5,13 +5,15 @@
 
 A checkpoint is evaluated with its run's prompt, columns, lengths, temperature and dtype, unless flags differ.
 --split is test, or the only split. --temperature 0 decodes greedily. --eval_samples N also prints pass@N, the
-fraction of problems that at least one of N completions solves. To use a reward of your own, set it in main.
+fraction of problems that at least one of N completions solves. --out FILE writes every completion, one line
+of JSON each. To use a reward of your own, set it in main.
 
 With --compare, each command appends to the file what its model got right, and prints how much better that is
 than the first entry. The difference is taken problem by problem. As what is hard for one model is usually
 hard for the other, too, this makes its standard error smaller.
 """
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -26,43 +28,63 @@ OF_THE_RUN = """question_column answer_column system_prompt max_prompt_tokens ma
 def parse_args(argv=None):
     """Parse the flags. A run's args.json next to the model, if any, sets the defaults of OF_THE_RUN."""
     parser = common.make_parser(__file__, __doc__)
+    # So that a flag replaces one of common.py: --temperature may be 0 here, and --out is a file.
+    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
     add = parser.add_argument
     add("--compare", help="file that lists the models evaluated before")
     add("--eval_samples", type=int, default=1, help="completions per problem")
+    add("--eval_problems", type=int, help="evaluate on so many problems, sampled as in training")
+    add("--temperature", type=float, default=1.0, help="0 decodes greedily")
+    add("--out", help="file to write the completions and their rewards to")
     add("--prompts", type=int, default=32, help="times --group_size: completions sampled at a time")
     add("--group_size", type=int, default=8, help="see --prompts")
     parser.set_defaults(split=None)
-    run = Path(parser.parse_known_args(argv)[0].model or common.TOY).resolve().parent / "args.json"
+    given = parser.parse_known_args(argv)[0]
+    run = Path(given.model or common.TOY).resolve().parent / "args.json"
     if run.exists():
         flags = json.loads(run.read_text(encoding="utf-8"))
         parser.set_defaults(**{name: flags[name] for name in OF_THE_RUN})
     args = common.parse(parser, argv)
+    args.eval_problems = given.eval_problems  # not the toy's
     # common.generate divides by the temperature and has no greedy mode. At 1e-5, a token whose logit is
     # .001 below the highest one has a probability of e^-100.
     args.temperature = max(args.temperature, 1e-5)
     return args
 
 def mean_and_error(numbers):
-    """The mean of one number per problem, and its standard error: std / sqrt(number of problems)."""
+    """The mean of one number per problem, and its standard error: std / sqrt(number of problems). A single
+    problem has none."""
     numbers = torch.tensor(numbers, dtype=torch.float64)
-    return [round(numbers.mean().item(), 4), round((numbers.std() / len(numbers) ** 0.5).item(), 4)]
+    error = round((numbers.std() / len(numbers) ** 0.5).item(), 4) if len(numbers) > 1 else None
+    return [round(numbers.mean().item(), 4), error]
 
+@torch.no_grad()
 def main(args):
     """Print one line of JSON: [mean, standard error] of each quantity."""
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     policy, tokenizer = common.load_policy(args)
     splits, n = common.read_dataset(args.dataset, args.subset), args.eval_samples
     split = args.split or ("test" if len(splits) > 1 else list(splits)[0])
-    problems = common.prepare(splits[split], tokenizer, args)
+    rows = splits[split]
+    if args.eval_problems:
+        rows = rows.select(random.Random(0).sample(range(len(rows)), len(rows))[:args.eval_problems])
+    problems = common.prepare(rows, tokenizer, args)
+    assert problems, f"{args.dataset}: no row can be used"
     problems.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     torch.manual_seed(args.seed)
     repeated = [problem for problem in problems for _ in range(n)]
-    right, rewards, lengths, size = [], [], [], args.prompts * args.group_size
+    texts, rewards, lengths, size = [], [], [], args.prompts * args.group_size
     for start in range(0, len(repeated), size):
         rollout = common.generate(policy, tokenizer, repeated[start:start + size], 1, args)
-        right += common.answer_reward(rollout["problems"], rollout["texts"])
+        texts += rollout["texts"]
         rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
         lengths += rollout["completion_length"].tolist()
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as lines:
+            for problem, text, r in zip(repeated, texts, rewards, strict=True):
+                kept = {"question": problem["question"], "answer": problem["answer"]}
+                lines.write(json.dumps(kept | {"completion": text, "reward": r}) + "\n")
+    right = common.answer_reward(repeated, texts)
     right, rewards = (torch.tensor(x).view(-1, n).double() for x in (right, rewards))  # a row per problem
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],
              "accuracy": right.mean(1).tolist()}

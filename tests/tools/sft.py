@@ -3,8 +3,9 @@
     python tests/tools/sft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset warmup.jsonl --out SFT
 
 --dataset has rows with "question", "answer" and "solution", the completion to learn. It takes the flags of
-grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones. Use other
-problems than those for RL, because all of them are trained on, even those that grpo.py would hold out.
+grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones. It makes --epochs
+passes over the problems, --prompts at a time, but takes no more than --steps steps (by default, all). Use
+other problems than those for RL, because all of them are trained on, even those that grpo.py would hold out.
 """
 import random
 import sys
@@ -36,24 +37,26 @@ def train(model, optimizer, batches, warm_up=20, every=10):
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
 
 def main(args):
-    """Make one pass over the problems, --prompts at a time."""
+    """Train on all problems, and save the model in --out."""
     assert not Path(args.out).exists(), f"--out exists: {args.out}"
     policy, tokenizer = common.load_policy(args)
     split = common.read_dataset(args.dataset, args.subset)[args.split]
     problems = common.prepare(split, tokenizer, args)
-    problems = random.Random(args.seed).sample(problems, len(problems))
-    batches, size, end = [], min(args.prompts, len(problems)), [tokenizer.eos_token_id]
-    for start in range(0, len(problems) - size + 1, size):  # drops an incomplete last batch
-        part = problems[start:start + size]
-        solutions = [problem["solution"] for problem in part]
-        assert all(solutions), "a row has no solution"
-        completions = [ids + end for ids in tokenizer(solutions, add_special_tokens=False)["input_ids"]]
-        batches.append(([problem["prompt"] for problem in part], completions))
+    batches, size, rng = [], min(args.prompts, len(problems)), random.Random(args.seed)
+    for _ in range(args.epochs):
+        shuffled = rng.sample(problems, len(problems))
+        for start in range(0, len(problems) - size + 1, size):  # drops an incomplete last batch
+            part = shuffled[start:start + size]
+            assert all(problem["solution"] for problem in part), "a row has no solution"
+            completions = [tokenizer.encode(problem["solution"], add_special_tokens=False)
+                           + [tokenizer.eos_token_id] for problem in part]
+            batches.append(([problem["prompt"] for problem in part], completions))
     tokenizer.save_pretrained(args.out)
     policy.generation_config.save_pretrained(args.out)  # before training: what cannot be saved fails here
-    train(policy, common.Optimizer(policy, args.lr, args), batches)
+    train(policy, common.Optimizer(policy, args.lr, args), batches[:args.steps])
     policy.save_pretrained(args.out)
 
 if __name__ == "__main__":
-    flags = ["--prompts", "16", "--minibatches", "1", "--lr", "1e-4", "--warmup_steps", "0"]
+    flags = ["--prompts", "16", "--minibatches", "1", "--lr", "1e-4", "--warmup_steps", "0",
+             "--steps", str(10 ** 9)]
     main(grpo.parse_args(flags + sys.argv[1:]))

@@ -39,7 +39,7 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
 def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     """While pi is pi_old, w is 1, and a completion's pushes add up to the mean advantage of its tokens."""
     monkeypatch.chdir(tmp_path)
-    lines = (ROOT / "tests/toy/train.jsonl").read_text().splitlines()
+    lines = (ROOT / "tests/toy/train.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(lines[:40]))
     flags = "--device cpu --prompts 4 --group_size 8 --minibatches 2 --lr 3e-3 --steps 2 --dataset few.jsonl"
     seen = walk.watch(script, script.parse_args(flags.split()))
@@ -53,22 +53,27 @@ def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     assert os.listdir() == ["few.jsonl"]
 
 def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
-    """The toy with two seeds, which sample different answers."""
-    def evaluated(seed):
-        flags = f"--device cpu --dataset few.jsonl --eval_samples 2 --compare models.jsonl --seed {seed}"
-        evaluate.main(evaluate.parse_args(flags.split()))
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+    """The toy with two seeds, which sample different answers. Their completions are kept."""
+    def evaluated(flags):
+        evaluate.main(evaluate.parse_args(f"--device cpu --dataset few.jsonl {flags}".split()))
+        return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
     monkeypatch.chdir(tmp_path)
-    rows = (ROOT / "tests/toy/test.jsonl").read_text().splitlines()[:30]
-    (tmp_path / "few.jsonl").write_text("\n".join(rows))
-    results = [evaluated(seed) for seed in (0, 1)]
+    rows = (ROOT / "tests/toy/test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    flags = "--eval_samples 2 --compare models.jsonl --out all.jsonl --seed"
+    results = [evaluated(f"{flags} {seed}") for seed in (0, 1)]
     first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
-    (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]))
+    kept = [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
+    assert len(kept) == 60 and sum(one["reward"] for one in kept) / 2 == pytest.approx(sum(last))
+    assert [one["reward"] for one in kept] == common.answer_reward(kept, [one["completion"] for one in kept])
+    assert evaluated("--eval_problems 7")["problems"] == 7
+    assert evaluated("--eval_problems 1")["accuracy"][1] is None
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]), encoding="utf-8")
     with pytest.raises(AssertionError, match="other problems"):
-        evaluated(0)
+        evaluated(f"{flags} 0")
 
 def test_temperature_0_decodes_greedily():
     args = evaluate.parse_args("--device cpu --temperature 0 --max_new_tokens 9".split())
@@ -80,6 +85,6 @@ def test_temperature_0_decodes_greedily():
 def test_a_checkpoint_is_evaluated_with_the_flags_of_its_run(tmp_path):
     """Here of ppo.py, which has more flags. Flags on the command line win."""
     run = ppo.parse_args("--model m --dataset d --system_prompt=Solve --dtype bfloat16 --steps 7".split())
-    (tmp_path / "args.json").write_text(json.dumps(vars(run)))
+    (tmp_path / "args.json").write_text(json.dumps(vars(run)), encoding="utf-8")
     args = evaluate.parse_args(f"--model {tmp_path}/step-20/ --dataset d --dtype float32".split())
     assert (args.system_prompt, args.dtype, args.prompts) == ("Solve", "float32", 256)
