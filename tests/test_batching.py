@@ -40,21 +40,6 @@ def test_minibatches_keep_groups_whole(P, G, count):
     assert len(rows) == count and sum(rows, []) == list(range(P * G))
     assert all(len(row) % G == 0 and P // count <= len(row) / G <= -(-P // count) for row in rows)
 
-def test_scores_of_a_rollout_are_put_back_in_place():
-    """The micro-batches, those of update, are sorted by length; the result is not. Skipped rows are 0."""
-    rollout, seen = random_batch(18, seed=3), []
-    rollout["mask"][[2, 9]] = 0
-    rollout["x"] = rollout["mask"] * torch.rand(rollout["mask"].shape)
-    args = settings(grpo, minibatches=4, group_size=2, micro_batch_tokens=50)
-
-    def scores(factor, b, _):
-        seen.append(b["row"].tolist())
-        return b["x"] * factor
-    found = common.over_batches(scores, 0.6, rollout, args)
-    assert torch.equal(found, rollout["x"] * 0.6)
-    assert seen == [b["row"].tolist() for part in common.minibatches(rollout, 4, 2)
-                    for b in common.micro_batches(part, 50)]
-
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_rows_without_a_gradient_are_skipped(script, monkeypatch):
     """Two of the six groups have equal rewards. Without a KL, the model runs only on the other four, both for
@@ -75,7 +60,7 @@ def test_rows_without_a_gradient_are_skipped(script, monkeypatch):
 
 def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
     """All rows are skipped, and no step is taken although Adam has momentum; the statistic says so. With a KL
-    every row counts: vectors/test_vectors.py."""
+    every row counts."""
     trainer = Trainer(grpo, beta=0.0)
     trainer.use_adam(lr=0.01)
     trainer.update()
@@ -100,7 +85,6 @@ def test_rollout_statistics_leave_padding_out():
         "reward": 0.75, "completion_length": 2.25, "truncated": 0.25, "entropy": 8.8 / 9,
         "kl": 2 * (1 - math.log(2)) / 9, "zero_variance_groups": 0.5,
         "sampling_logp_difference": math.sqrt(0.22 / 9)})
-    assert common.rollout_stats(rollout, 4)["zero_variance_groups"] == 0
     del rollout["ref_logp"]
     assert not {"kl", "zero_variance_groups"} & common.rollout_stats(rollout, 1).keys()
     rollout["mask"] = mask * torch.tensor([[0.0], [1], [1], [1]])  # a skipped row
@@ -109,13 +93,6 @@ def test_rollout_statistics_leave_padding_out():
     assert stats["completion_length"] == 2.25 and stats["entropy"] == pytest.approx(8.8 / 9)
     rollout["mask"] = 0 * mask
     assert "sampling_logp_difference" not in common.rollout_stats(rollout, 2)
-    # For a small d = log x, k3 is d^2/2 + d^3/6, but exp(d) - 1 - d in float32 would be rounding noise.
-    torch.manual_seed(0)
-    rollout |= {"old_logp": -5 * torch.rand(4, 4), "mask": mask}
-    rollout["ref_logp"] = rollout["old_logp"] + 3e-4 * torch.rand(4, 4) + 1e-5
-    d = (rollout["ref_logp"].double() - rollout["old_logp"].double())[mask > 0]
-    k3 = (d ** 2 / 2 + d ** 3 / 6).mean().item()
-    assert common.rollout_stats(rollout, 2)["kl"] == pytest.approx(k3, rel=1e-3)
 
 @pytest.mark.parametrize("P", [1, 4, 7, 10, 25])
 def test_batches_visit_every_problem_once_a_pass(P):

@@ -23,7 +23,6 @@ import sft  # noqa: E402
 STEPS, LR = 1200, 6e-3  # of the warm-up
 WORKED, GUESSED = 17, 23  # rows per step with each habit
 
-
 def sums(digits):
     """Every sum of so many digits whose running result stays a digit, as (text, steps, result)."""
     if digits == 1:
@@ -37,7 +36,6 @@ def sums(digits):
                     found.append((text + sign + str(digit), steps + step, new))
     return found
 
-
 def make_problems():
     """The 14,520 sums of 3 or 4 digits, shuffled, as rows such as {"question": "7+2-5=?", "answer":
     "7+2=9\\n9-5=4\\n#### 4"}. A fifth, by a hash of the question, is the test split."""
@@ -47,7 +45,6 @@ def make_problems():
         row = {"question": f"{text}=?", "answer": f"{steps}#### {result}"}
         splits["test" if zlib.crc32(row["question"].encode()) % 5 == 0 else "train"].append(row)
     return splits
-
 
 def make_model():
     """A small Qwen3, not yet trained, and its tokenizer: one token per character, and three special
@@ -66,32 +63,23 @@ def make_model():
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)), tokenizer
 
-
-def draw(problems, rng):
-    """Pairs (question, completion) to learn from: WORKED with the steps, GUESSED without."""
-    pairs = []
+def draw(problems, tokenizer, rng):
+    """A batch to learn from, as ids: WORKED completions with the steps, GUESSED without."""
+    questions, texts = [], []
     for i, row in enumerate(rng.sample(problems, WORKED + GUESSED)):
         guess = int(row["answer"].split()[-1]) + rng.randint(-2, 2)
-        pairs.append((row["question"], row["answer"] if i < WORKED else f"#### {guess}"))
-    return pairs
-
-
-def as_ids(pairs, tokenizer):
-    """Pairs of texts -> (prompts, completions), lists of ids."""
-    questions, texts = zip(*pairs)
-    prompts = tokenizer([question + "\n" for question in questions])["input_ids"]
-    return prompts, tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]
-
+        questions.append(row["question"] + "\n")
+        texts.append((row["answer"] if i < WORKED else f"#### {guess}") + tokenizer.eos_token)
+    return tokenizer(questions)["input_ids"], tokenizer(texts)["input_ids"]
 
 def warm_up(model, tokenizer, problems):
     """Train the model on STEPS batches of such pairs."""
     rng = random.Random(0)
-    batches = [as_ids(draw(problems, rng), tokenizer) for _ in range(STEPS)]
+    batches = [draw(problems, tokenizer, rng) for _ in range(STEPS)]
     args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
     optimizer = common.Optimizer(model, LR, args)
     optimizer.param_groups[0].update(betas=(0.9, 0.99), weight_decay=0.01, fused=False)
     sft.train(model, optimizer, batches, every=100)
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the toy again.")
@@ -101,7 +89,7 @@ if __name__ == "__main__":
     problems = make_problems()
     for split, rows in problems.items():
         lines = [json.dumps(row) + "\n" for row in rows]
-        (out / f"{split}.jsonl").write_text("".join(lines), newline="\n")
+        (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
     torch.set_num_threads(1)  # a second one does not help with matrices this small
     model, tokenizer = make_model()
     warm_up(model, tokenizer, problems["train"])
