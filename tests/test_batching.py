@@ -59,8 +59,7 @@ def test_rows_without_a_gradient_are_skipped(script, monkeypatch):
     assert torch.equal(gradient, again) and gradient.norm() > 0.01
 
 def test_equal_rewards_without_a_kl_move_no_weight(monkeypatch):
-    """All rows are skipped, and no step is taken although Adam has momentum; the statistic says so. With a KL
-    every row counts."""
+    """All rows are skipped, and no step is taken although Adam has momentum; the statistic says so."""
     trainer = Trainer(grpo, beta=0.0)
     trainer.use_adam(lr=0.01)
     trainer.update()

@@ -56,8 +56,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
 
 @every_main
 def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monkeypatch):
-    """A cache that does not fit the model, for example, moves the sampler's log-probs. Nothing is trained on
-    more than one such rollout, and nothing is saved."""
+    """A cache that does not fit it, for example, moves the sampler's log-probs. Nothing is saved."""
     real = common.draw
     monkeypatch.setattr(common, "draw", lambda *given: (real(*given)[0], real(*given)[1] - 0.4))
     with pytest.raises(AssertionError, match="sampling differs"):
@@ -89,23 +88,16 @@ def test_help_shows_the_equations(capsys):
     said = capsys.readouterr().out
     assert all(line in said for line in gspo.__doc__.splitlines()) and "(default: 1e-06)" in said
 
-def test_a_model_is_saved_with_its_settings_or_fails_before_the_first_step(spread, monkeypatch):
-    """transformers reads a temperature without do_sample, as in Vicuna, but refuses to write it. The saved
-    model keeps its sampling settings and stop tokens. A penalty for beam search alone cannot be saved."""
+def test_a_model_with_settings_that_cannot_be_saved_is_saved(spread):
+    """transformers reads a temperature without do_sample, as in Vicuna, but refuses to write it."""
     save_tiny("odd", "qwen3", char_tokenizer())
-    for more in ({"temperature": 0.6, "top_p": 0.9}, {"length_penalty": 2.0}):
-        for name in ("generation_config", "config"):
-            file = Path("odd", f"{name}.json")
-            file.write_text(json.dumps(json.loads(file.read_text()) | more))
-        if "top_p" in more:
-            train(grpo, f"{QUICK} --model odd")
+    for name in ("generation_config", "config"):
+        file = Path("odd", f"{name}.json")
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.6, "top_p": 0.9}))
+    train(grpo, f"{QUICK} --model odd")
     saved = transformers.AutoModelForCausalLM.from_pretrained("run/step-1").generation_config
     assert saved.temperature == 0.6 and saved.top_p == 0.9 and saved.do_sample
     assert saved.eos_token_id == [char_tokenizer().eos_token_id]
-    calls = spy(monkeypatch, grpo, "collect")
-    with pytest.raises(ValueError, match="length_penalty"):
-        train(grpo, f"{QUICK} --model odd", out="other")
-    assert not calls
 
 # ---- Models and defaults ----
 
@@ -182,8 +174,7 @@ def test_every_flag_of_the_objective_changes_what_is_learned(script):
     (grpo, "--ref_every 2", [1, 0, 1, 0, 1]), (gspo, "--ref_every 3", [1, 0, 0, 1, 0]), (grpo, "", [1, 0, 0]),
     (ppo, "", [1, 0, 0]), (grpo, "--beta 0", []), (ppo, "--beta 0", [])])
 def test_the_reference_is_the_first_model_or_that_of_an_mth_step(script, flags, fresh, spread, monkeypatch):
-    """The KL of a rollout is 0 there, and only there. With --beta 0 there is no reference. It is never
-    trained."""
+    """The KL of a rollout is 0 there, and only there. It is never trained, and absent with --beta 0."""
     calls = spy(monkeypatch, script, "collect")
     rows = train(script, f"{QUICK} --beta 0.1 --steps {len(fresh) or 1} {flags}")
     assert [abs(row["kl"]) < 1e-6 for row in rows if "kl" in row] == list(map(bool, fresh))

@@ -125,8 +125,7 @@ def test_numbers_are_gold_answers_unless_missing():
     assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == ["2.0"]
 
 def test_gold_answers_that_no_completion_could_match_are_dropped_or_refused():
-    """"\\frac" written with one backslash in JSON is a form feed and "rac". str() would turn a list into a
-    text."""
+    """"\\frac" written with one backslash in JSON is a form feed and "rac"."""
     for gold in ("\frac12", "\times 3", "\boxed{7}", "\right", "2\t3"):
         rows = [{"question": "?", "answer": answer} for answer in (gold, r"\frac12")]
         assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == [r"\frac12"]

@@ -47,10 +47,12 @@ def test_1_ppo_gae(gamma, lam, A):
     after the last token is 0. With lambda 0, A is delta. With lambda 1, A is 1 - V. With lambda .95,
     A_1 = .1 + .95 x .7 = .765 and A_0 = .1 + .95 x .765 = .82675. With gamma .5 and lambda 1,
     delta = [0, -.05, .7], A_1 = -.05 + .5 x .7 = .3 and A_0 = 0 + .5 x .3 = .15. The returns are A + V."""
-    r, mask = tensor([[0, 0, 1], [1, 9, 9]]), tensor([[1, 1, 1], [1, 0, 0]])
-    V = tensor([[0.1, 0.2, 0.3], [0.3, 9, 9]])  # the second completion has one token, and A = 1 - .3
+    r = tensor([[0, 0, 1, 9], [1, 9, 9, 9], [0, 0, 9, 1]])
+    mask = tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
+    # The second completion has one token, and A = 1 - .3. The third is the first with a tool's output inside.
+    V = tensor([[0.1, 0.2, 0.3, 9], [0.3, 9, 9, 9], [0.1, 0.2, 9, 0.3]])
     adv, returns = ppo.gae(r, V, mask, gamma, lam)
-    near([adv, (returns - V) * mask], [[A, [0.7, 0, 0]]] * 2)
+    near([adv, (returns - V) * mask], [[[*A, 0], [0.7, 0, 0, 0], [*A[:2], 0, A[2]]]] * 2)
 
 def test_1_whitened_advantages():
     """The trained tokens have A = 1, 3 and 5. Their mean is 3, and the mean squared difference from it is
