@@ -16,7 +16,6 @@ import common
 VECTORS = json.loads(FILE.read_text(encoding="utf-8"))
 BATCHES = {"near": VECTORS, "far": VECTORS["far"]}  # with all results
 CASES = {case["name"]: case for case in VECTORS["policy_losses"]}
-TOKEN_MEAN = "GRPO, a mean over all tokens"  # the default of some frameworks, but of no script here
 FORKS = {"DAPO": "dapo", "Dr. GRPO, k3": "dr_grpo", "RLOO": "rloo", "CISPO": "cispo", "TIS, k3": "tis",
          "IcePop, k3": "tis", "IcePop, whole completions": "tis"}
 
@@ -38,10 +37,6 @@ def table(request):
     yield lay_out
     torch.set_default_dtype(torch.float32)
 
-def each_token(rows, batch):
-    """Repeat a row's number for each of its tokens, unless it already has one per token."""
-    return [x if isinstance(x, list) else [x] * n for x, n in zip(rows, batch["lengths"])]
-
 def flags_of(script, case, N, G):
     """The settings of a case that the script has flags for, with small micro-batches."""
     flags = case | {"prompts": N // G, "group_size": G, "minibatches": 1, "epochs": 1, "gamma": 0.9}
@@ -51,7 +46,7 @@ def flags_of(script, case, N, G):
     return settings(script, **{name: flags[name] for name in flags.keys() & vars(settings(script)).keys()})
 
 def step(script, case, batch, table, monkeypatch):
-    """A step of the script: its rollout, loss, gradients of policy and critic, and statistics."""
+    """A step of the script: its loss, gradients of policy and critic, and statistics."""
     N, G = len(batch["lengths"]), batch["group_size"]
     args, mask = flags_of(script, case, N, G), table([[1.0] * n for n in batch["lengths"]], 0.0)
     ends = (mask * torch.arange(1, 10)).amax(1)  # (N,) the last token; prompts have one token
@@ -72,30 +67,21 @@ def step(script, case, batch, table, monkeypatch):
     made, stats = call(script.collect, given | old)
     stats |= call(script.update, given | {"rollout": made, "policy": policy, "optimizer": optimizer,
                                           "critic": critic, "critic_optimizer": optimizer})
-    return made, sum(losses), policy.grad, critic.grad, stats
+    return sum(losses), policy.grad, critic.grad, stats
 
 @pytest.mark.parametrize("which", BATCHES)
-@pytest.mark.parametrize("name", [name for name in CASES if name != TOKEN_MEAN])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "GRPO, a mean over all tokens"])
 def test_our_scripts_and_forks_agree(name, which, table, tmp_path, monkeypatch):
-    """In loss and gradient; our scripts also in their advantages and clip_frac, and ppo.py in its critic."""
+    """In loss and gradient, and ppo.py also in its critic."""
     case, of, near = CASES[name], BATCHES[which], {"rtol": 1e-9, "atol": 1e-9}
     lay_out, ppo = functools.partial(table, of["batch"]), of["ppo"]
     [right] = [one for one in of["policy_losses"] if one["name"] == name]
-    rollout, loss, gradient, value_gradient, stats = step(
+    loss, gradient, value_gradient, stats = step(
         script_of(name, tmp_path), case, of["batch"], lay_out, monkeypatch)
     torch.testing.assert_close(gradient, lay_out(right["gradient"], 0.0), **near)
     value_loss = 0.3 * ppo["value_loss"] if name == "PPO" else 0
     assert loss == pytest.approx(right["loss"] + value_loss, rel=1e-9, abs=1e-9)
-    if name not in FORKS:
-        adv = each_token((of["advantages"] | ppo)[case["advantages"]], of["batch"])
-        ratios = each_token(of["ratios"][case["ratio"].partition("_")[0]], of["batch"])
-        torch.testing.assert_close(rollout["adv"] * rollout["mask"], lay_out(adv, 0.0), **near)
-        pairs = [(w, A) for ws, As in zip(ratios, adv) if any(As) or case["beta"]
-                 for w, A in zip(ws, As)]  # of the rows that are trained on
-        clipped = [A > 0 and w > 1 + case["eps_high"] or A < 0 and w < 1 - case["eps_low"] for w, A in pairs]
-        assert stats["clip_frac"] == pytest.approx(sum(clipped) / len(pairs))
     if name == "PPO":
-        torch.testing.assert_close(rollout["returns"], lay_out(ppo["returns"], 0.0), **near)
         torch.testing.assert_close(value_gradient, 0.3 * lay_out(ppo["value_gradient"], 0.0), **near)
         assert stats["value_loss"] == pytest.approx(ppo["value_loss"])
         to_come = [gae(r, [0] * len(r), VECTORS["ppo"]["gamma"], 1) for r in ppo["token_rewards"]]
@@ -106,8 +92,3 @@ def test_the_program_makes_the_file():
     made = json.loads(FILE.read_text(encoding="utf-8"))
     fill(made)
     assert text(made) == FILE.read_text(encoding="utf-8") and FILE.stat().st_size < 36_000
-
-def test_a_mean_over_all_tokens_weights_rows_by_their_lengths():
-    lengths = VECTORS["batch"]["lengths"]
-    for row, other, n in zip(CASES["GRPO, no KL"]["gradient"], CASES[TOKEN_MEAN]["gradient"], lengths):
-        assert other == pytest.approx([x * n * len(lengths) / sum(lengths) for x in row], abs=1e-9)
