@@ -157,8 +157,7 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
         assert len(problems) * group_size <= 3 * groups
         texts = [f"#### {p['prompt'][0] if right[p['prompt'][0]] else 99}" for p in problems]
         lengths = torch.tensor([len(p["prompt"]) for p in problems])
-        return {"problems": problems, "texts": texts, "ids": lengths, "finished": lengths < 5,
-                "completion_length": lengths}
+        return {"problems": problems, "texts": texts, "completion_length": lengths}
 
     def reward(problems, texts):
         graded.extend(texts)

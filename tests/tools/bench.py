@@ -11,8 +11,7 @@ sampling   Without CUDA graphs, and on a GPU also with them. All completions get
            per token, or multiply by the weights. It is printed as a fraction of the time that sampling takes.
 update     MFU (model FLOPs utilization) is such a fraction, too: of the time for 6 operations per weight and
            token, and none for attention. With --gradient_checkpointing, 75% is the most.
-step       Sampling, log-probs and update, in turn with the plain way: transformers' generate, micro-batches
-           of a fixed number of rows as they come, and log_softmax of the full logits.
+step       Sampling, reward, log-probs and update.
 """
 import copy
 import sys
@@ -66,33 +65,6 @@ def sampling(model, tokenizer, problems, bandwidth, rate, args):
     took = median(run[0] for run in runs[1:])
     return N * T / took, floor / took
 
-def plain_sample(model, prompts, group_size, stop, args):
-    """Do what common.sample does, but with transformers' generate."""
-    ids, real = common.padded(prompts, model.device, "left")
-    written = model.generate(
-        ids, attention_mask=real, num_return_sequences=group_size, max_new_tokens=args.max_new_tokens,
-        do_sample=True, temperature=args.temperature, top_k=0, eos_token_id=stop.tolist(), pad_token_id=0)
-    tokens = written[:, real.shape[1]:]
-    return tokens, torch.zeros(tokens.shape, device=model.device)
-
-def plain_micro_batches(batch, tokens):
-    """Take a fixed number of rows at a time, in the order they came and as wide as the batch."""
-    rows = max(1, tokens // batch["ids"].shape[1])
-    for i in range(0, len(batch["ids"]), rows):
-        yield {name: value[i:i + rows] for name, value in batch.items()}
-
-def plain_logprobs(model, batch, args):
-    """Take log_softmax of the full logits, (N, C, K) in float32, and gather."""
-    ids, mask, start = batch["ids"], batch["mask"], batch["prompt_length"][:, None]
-    columns = torch.arange(ids.shape[1], device=ids.device)  # (C,)
-    real = columns < start + batch["completion_length"][:, None]  # (N, C)
-    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
-        logits = model(input_ids=ids, attention_mask=real.long(), use_cache=False).logits
-    logp = (logits[:, :-1].float() / args.temperature).log_softmax(-1)
-    logp = logp.gather(2, ids[:, 1:, None]).squeeze(2)  # (N, C - 1)
-    place = (start - 1 + columns[:mask.shape[1]]).clamp(max=logp.shape[1] - 1)  # (N, T)
-    return logp.gather(1, place) * mask
-
 def one_step(model, reference, optimizer, tokenizer, problems, rate, args):
     """Do a step, with rewards of 0 and 1 in turn. Returns its seconds, and the update's seconds and MFU."""
     reward = lambda _, completions: [i % 2 for i in range(len(completions))]  # noqa: E731
@@ -116,12 +88,9 @@ def main(args):
         print(f"sampling{', graphs' * args.cuda_graphs:11}{speed:,.0f} tokens/s   floor {floor:.1%}")
     reference = copy.deepcopy(model).eval().requires_grad_(False) if args.beta != 0 else None
     given = model, reference, common.Optimizer(model, 1e-9, args), tokenizer, problems, rate, args
-    plain_step = mock.patch.multiple(common, sample=plain_sample, micro_batches=plain_micro_batches,
-                                     token_logprobs=plain_logprobs)(one_step)
-    runs = [(*one_step(*given), plain_step(*given)[0]) for _ in range(1 + 3)]
-    took, update, mfu, plain = map(median, zip(*runs[1:]))
-    print(f"update             {update:.4g} s   MFU {mfu:.1%}")
-    print(f"step               {took:.4g} s   the plain way takes {plain / took:.2f} times as long")
+    runs = [one_step(*given) for _ in range(1 + 3)]
+    took, update, mfu = map(median, zip(*runs[1:]))
+    print(f"update             {update:.4g} s   MFU {mfu:.1%}", f"step               {took:.4g} s", sep="\n")
 
 if __name__ == "__main__":
     main(grpo.parse_args())
