@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from conftest import TINY, Trainer, char_tokenizer, same, save_tiny, settings, spy, train
+from conftest import TINY, Trainer, same, save_tiny, settings, spy, train
 
 import common
 import gspo
@@ -87,17 +86,6 @@ def test_help_shows_the_equations(capsys):
         gspo.parse_args(["--help"])
     said = capsys.readouterr().out
     assert all(line in said for line in gspo.__doc__.splitlines()) and "(default: 1e-06)" in said
-
-def test_a_model_with_settings_that_cannot_be_saved_is_saved(spread):
-    """transformers reads a temperature without do_sample, as in Vicuna, but refuses to write it."""
-    save_tiny("odd", "qwen3", char_tokenizer())
-    for name in ("generation_config", "config"):
-        file = Path("odd", f"{name}.json")
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.6, "top_p": 0.9}))
-    train(grpo, f"{QUICK} --model odd")
-    saved = transformers.AutoModelForCausalLM.from_pretrained("run/step-1").generation_config
-    assert saved.temperature == 0.6 and saved.top_p == 0.9 and saved.do_sample
-    assert saved.eos_token_id == [char_tokenizer().eos_token_id]
 
 # ---- Models and defaults ----
 

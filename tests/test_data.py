@@ -8,7 +8,6 @@ from pathlib import Path
 import datasets
 import pytest
 import tokenizers
-import torch
 import transformers
 from conftest import CHATML, TINY, char_tokenizer, save_tiny, settings, spy, sums, train, write_jsonl
 
