@@ -63,10 +63,6 @@ def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **set
         p.data.mul_(5 if p.dim() == 2 else 1)
     return model.to(dtype)
 
-def recompute(model):
-    """Turn on gradient checkpointing, whichever name transformers has for it."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-
 def tiny_config(family, vocab_size=64, **settings):
     """A config of `family` (qwen2, gpt2 ...) with a few thousand parameters."""
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

@@ -5,8 +5,8 @@ import math
 import pytest
 import tokenizers
 import torch
-from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, recompute, save_tiny, settings, spy,
-                      tiny_model, tiny_tokenizer)
+from conftest import (CHATML, char_tokenizer, full_logprobs, make_batch, save_tiny, settings, spy, tiny_model,
+                      tiny_tokenizer)
 
 import common
 import grpo
@@ -103,7 +103,7 @@ def test_the_samplers_log_probs_are_those_of_the_tokens(family, config, monkeypa
     model = tiny_model(family, seed=3, **config)
     exact, calls = copy.deepcopy(model).double().eval(), spy(monkeypatch, model.base_model, "forward")
     stops = model.generation_config.eos_token_id = [*range(2, 62, 5)]  # the tokenizer names 1
-    recompute(model)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     rollout = generate(model.train(), PROMPTS, 3, 20, 0.6)
     completions = completions_of(rollout, PROMPTS, 3)
     assert model.training and rollout["finished"].tolist() == [c[-1] in (1, *stops) for c in completions]
