@@ -134,8 +134,8 @@ def test_no_two_steps_of_any_seeds_share_noise_or_all_problems(script, spread, m
     """With seed + step, neighboring seeds would share 19 of 20 random streams; with 1000 seed + step, runs of
     more than 1000 steps would share some. All evaluations of a run use the same one."""
     real, seen = common.generate, {1: [], 2: []}  # by group_size, which is 1 in evaluations
-    monkeypatch.setattr(common, "generate", lambda model, tokenizer, problems, size, args: (
-        seen[size].append((torch.initial_seed(), str(problems))) or real(model, tokenizer, problems, size, args)))
+    monkeypatch.setattr(common, "generate", lambda *given: (
+        seen[given[3]].append((torch.initial_seed(), str(given[2]))) or real(*given)))
     for seed in range(2):
         flags = f"--steps 3 --prompts 3 --max_new_tokens 1 --eval_every 1 --seed {seed}"
         train(script, f"{QUICK} {flags}", out=f"run{seed}")
@@ -207,7 +207,7 @@ PPO_KEYS = {"value_loss", "value_grad_norm", "value_lr", "value_skipped", "value
 def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, spread, monkeypatch, capsys):
     """In evaluations, the same question is printed each time."""
     def completions(step):
-        return [json.loads(line) for line in Path(f"run/completions/step-{step}.jsonl").open(encoding="utf-8")]
+        return [json.loads(line) for line in Path(f"run/completions/step-{step}.jsonl").open()]
     calls = spy(monkeypatch, script, "collect")
     before, *rows = train(script, f"{QUICK} --steps 2 --eval_every 1")
     said = capsys.readouterr().out

@@ -147,9 +147,9 @@ def test_4_grpo_k3(beta, kl, A, J, push):
 @pytest.mark.parametrize("kl, J, push", [
     ("k3", -0.306853, [0.5, 0.5]), ("wk3", -0.383566, [0.693147, 0.173287])])
 def test_4_wk3_is_weighted_by_the_ratio_of_the_token(script, kl, J, push):
-    """The ratios are w = 2 and 1/2, so in GSPO s is 1. With x = 2 for both, k3 is 1 - ln 2 = .306853. Its mean
-    is .306853, and that of w k3 is (2 + .5)/2 x .306853 = .383566. With A = 0 and beta = 1, J is minus that,
-    and the push is (x - 1)/2 for k3 and w ln x/2 for w k3."""
+    """The ratios are w = 2 and 1/2, so in GSPO s is 1. With x = 2 for both, k3 is 1 - ln 2 = .306853, and the
+    mean of w k3 is (2 + .5)/2 x .306853 = .383566. With A = 0 and beta = 1, J is minus the mean, and the push
+    is (x - 1)/2 for k3 and w ln x/2 for w k3."""
     rows = [[0.4, 0.1]], [[0.2, 0.2]], [[0]], [[0.8, 0.2]]
     near(objective(script, CLIP, *rows, 1, kl), (J, [push]))
 

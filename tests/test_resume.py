@@ -1,5 +1,4 @@
-"""Checkpoints: a kill at any instant loses nothing. That a resumed run is equal to one that was never stopped,
-test_every_script.py shows."""
+"""Checkpoints: a kill at any instant loses nothing, and --resume. See also test_every_script.py."""
 import itertools
 from pathlib import Path
 
@@ -51,7 +50,8 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
 @pytest.mark.parametrize("every", [2, 100])
 def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, spread, monkeypatch):
     """A kill may also leave half a checkpoint, too many rows, and half of the last row. Also in bfloat16."""
-    flags = f"{TINY} --system_prompt '' --prompts 3 --warmup_steps 9 --eval_every 1 --dtype bfloat16 --steps 3"
+    flags = f"{TINY} --system_prompt '' --prompts 3 --warmup_steps 9 --eval_every 1 --dtype bfloat16"
+    flags += " --steps 3"
     real, count = grpo.collect, itertools.count(1)
     whole = train(grpo, flags, out="whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
