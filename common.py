@@ -1,8 +1,9 @@
 """What the three scripts share: everything that is not the algorithm.
 
 The first five sections follow one step: read them along with the scripts. The next five are about
-everything around it. You can skip the last two: CUDA graphs and math answers. We check only for
-what would fail silently: training that is not what you asked for, wrong rewards, lost work.
+everything around it. You can skip the last two, CUDA graphs and math answers. We check for what
+would fail in silence (training that is not what you asked for, wrong rewards, lost work), and for
+a few common slips whose own error would come late or be a riddle.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
@@ -21,10 +22,12 @@ A rollout is a dict:
 The scripts add rewards (N,); old_logp, ref_logp, old_values, returns (N, T); adv (N, 1) or (N, T).
 """
 import argparse
+import glob
 import json
 import math
 import random
 import re
+import sys
 from datetime import datetime
 from fractions import Fraction
 from functools import lru_cache
@@ -57,12 +60,12 @@ def generate(model, tokenizer, problems, group_size, args):
     mask = mask[:, :lengths.max()].float()  # (N, T)
     completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     # Leave out the stop token, but keep other special tokens: they may mark the answer.
-    kept = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
+    texts = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
     problems = [problem for problem in problems for _ in range(group_size)]
     ids, _ = padded([p["prompt"] + c for p, c in zip(problems, completions)], model.device)
     return {
         "problems": problems,
-        "texts": tokenizer.batch_decode(kept),
+        "texts": tokenizer.batch_decode(texts),
         "ids": ids,
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
         "completion_length": lengths,
@@ -74,12 +77,12 @@ def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
     padded on the left, so that all rows write to the same column of the cache."""
     cache = Cache(config=model.config)
+    cached = {"use_cache": True, CACHE: cache}
 
     def read(ids, attention, positions):
         """Append ids (n, columns) to the cache. Returns the hidden states of the last, (n, H)."""
-        return model.base_model(
-            input_ids=ids, attention_mask=attention, position_ids=positions,
-            use_cache=True, **{CACHE: cache}).last_hidden_state[:, -1]
+        return model.base_model(input_ids=ids, attention_mask=attention, position_ids=positions,
+                                **cached).last_hidden_state[:, -1]
 
     ids, attention = padded(prompts, model.device, "left")  # both (P, S)
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
@@ -142,11 +145,8 @@ def token_logprobs(model, batch, args, also=None, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature).
     Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
     materialized: we compute `chunk` of them at a time (.27 GB), and again in the backward pass.
-
-    An objective may need more of the logits than log pi, such as their entropy. Then `also` is a
-    function of logits / --temperature (n, K) and rows (n,), which says where among the M tokens of
-    completion_states they are. It returns (n,), and token_logprobs a second (N, T), of its results.
-    """
+    also(logits (n, K), rows (n,)) -> (n,) adds another term of pi's logits, such as an entropy:
+    a second (N, T) is returned. `rows` are positions among the M tokens of completion_states."""
     def of_chunk(hidden, target, rows):
         logits = head_logits(model, hidden) / args.temperature
         logp = -cross_entropy(logits, target, reduction="none")
@@ -155,9 +155,9 @@ def token_logprobs(model, batch, args, also=None, chunk=2 ** 26):
     size = chunk // len(model.get_output_embeddings().weight)  # tokens per chunk
     rows = torch.arange(len(target), device=target.device)
     chunks = zip(hidden.split(size), target.split(size), rows.split(size))
-    results = torch.cat([checkpoint(of_chunk, *c, use_reentrant=False) for c in chunks], 1)
-    results = [x.new_zeros(batch["mask"].shape).index_put(index, x) for x in results]
-    return results if also else results[0]
+    terms = torch.cat([checkpoint(of_chunk, *c, use_reentrant=False) for c in chunks], 1)
+    terms = [term.new_zeros(batch["mask"].shape).index_put(index, term) for term in terms]
+    return terms if also else terms[0]
 
 def completion_states(model, batch, args):
     """Run the model's backbone. For the M tokens whose mask is 1, return:
@@ -252,11 +252,12 @@ def means(logged):
     return {name: float(total / count) for name, (total, count) in totals.items()}
 
 def rollout_stats(rollout, group_size):
-    """Compute the logged statistics of a rollout. entropy is the mean -log pi of sampled tokens.
-    sampling_logp_difference, the RMS of training minus sampling log-probs, should be rounding. If
-    it is above .1, the KV cache may not fit the model, for example."""
+    """Compute the logged statistics of a rollout. completion_length and entropy, the mean -log pi,
+    are over all sampled tokens, whatever the mask says. sampling_logp_difference, the RMS of
+    training minus sampling log-probs, should be rounding: log stops a run if it is more."""
     lengths = rollout["completion_length"]  # (N,)
     groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G)
+    assert groups.isfinite().all(), "a reward is not finite"
     trained = rollout["mask"] > 0  # (N, T)
     difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
     stats = {
@@ -273,6 +274,7 @@ def rollout_stats(rollout, group_size):
     return {k: v.item() for k, v in stats.items() if not v.isnan()}  # nan: no token is trained on
 
 # ---- Evaluation ----
+@torch.no_grad()
 def evaluate(policy, tokenizer, problems, reward, args):
     """Sample one completion per held-out problem, as in training. Prints the first, and returns the
     mean reward, the mean length and, if there are gold answers, the fraction of right ones."""
@@ -295,10 +297,11 @@ def evaluate(policy, tokenizer, problems, reward, args):
 # For models without a chat template: the messages, with a newline after each.
 PLAIN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
 
-@torch.no_grad()
 def load_policy(args):
-    """Load --model and its tokenizer."""
+    """Load --model and its tokenizer, and check that we compute its log-probs right."""
     transformers.utils.logging.disable_progress_bar()
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")  # one odd character must not end a run
     if args.model == TOY:
         torch.set_num_threads(1)  # so that floating-point sums don't depend on the core count
     config = transformers.AutoConfig.from_pretrained(args.model)
@@ -306,7 +309,9 @@ def load_policy(args):
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(text, name, 0.0)  # dropout and router jitter would move the ratio away from 1
-    room = getattr(text, "max_position_embeddings", None) or math.inf
+    # Phi-3 has a second limit: beyond it, the other rows of a batch change the positions of a row.
+    limits = (getattr(text, f"{name}max_position_embeddings", None) for name in ("", "original_"))
+    room = min(limit or math.inf for limit in limits)
     assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model has {room} positions"
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
@@ -320,13 +325,29 @@ def load_policy(args):
     policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
     policy.generation_config.do_sample = True  # else saving a config with a temperature fails
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # check_model needs full precision
+    check_model(policy, tokenizer, args)
     if args.dtype != "float32":
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # for the LM head
-    # We apply the LM head ourselves. Some models do more: Cohere's, for example, scale the logits.
-    ids = torch.arange(8, device=args.device)[None]
-    own, ours = policy(ids).logits, head_logits(policy, policy.base_model(ids).last_hidden_state)
-    assert (ours - own).abs().max() < 1e-3, f"{type(policy).__name__} is not supported"
     return policy, tokenizer
+
+@torch.no_grad()
+def check_model(model, tokenizer, args):
+    """Stop if the log-probs of the sampler or of the training pass are not the model's own, for a
+    long and a short prompt: the model may scale its logits, for example, or need another cache."""
+    exact = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
+    args = argparse.Namespace(**vars(args) | exact)
+    vocabulary = range(model.get_input_embeddings().num_embeddings)
+    problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (16, 3)]
+    rollout = generate(model, tokenizer, problems, 1, args)
+    training, ids = token_logprobs(model, rollout, args), rollout["ids"]
+    logits = model.eval()(ids, use_cache=False).logits.float()  # (2, C, K)
+    model.train()
+    own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, C - 1)
+    i, t = rollout["mask"].nonzero(as_tuple=True)  # both (M,)
+    for logp in (rollout["sampled_logp"], training):
+        error = (logp[i, t] - own[i, rollout["prompt_length"][i] + t - 1]).abs().max()
+        assert error < 1e-3, f"{type(model).__name__} is not supported: log pi is off by {error:g}"
 
 def stop_ids(model, tokenizer):
     """Return the ids that end a completion: the EOS of the model and of the tokenizer, and the
@@ -345,17 +366,20 @@ def stop_ids(model, tokenizer):
 def load_problems(args, tokenizer):
     """Load the training and held-out problems, which are the same for every --seed."""
     splits = read_dataset(args.dataset, args.subset)
-    if len(splits) == 1:  # a file, for example: hold out a fifth
-        rows, held_out = list(splits.values())[0].train_test_split(0.2, seed=0).values()
-    else:
-        rows, held_out = splits[args.split], splits[args.eval_split]
-    order = random.Random(0).sample(range(len(held_out)), len(held_out))
-    held_out = prepare(held_out.select(order[:args.eval_problems]), tokenizer, args)
+    train = prepare(splits[args.split], tokenizer, args)
+    if len(splits) > 1:
+        held_out = prepare(splits[args.eval_split], tokenizer, args)
+    else:  # a file, for example: hold out a fifth, by question, so that duplicates stay together
+        draws = [random.Random(problem["question"]).random() for problem in train]
+        held_out = [problem for problem, draw in zip(train, draws) if draw < 0.2]
+        train = [problem for problem, draw in zip(train, draws) if draw >= 0.2]
+    held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
-    train = prepare(rows, tokenizer, args)
     shared = {p["question"] for p in train} & {p["question"] for p in held_out}
-    print(f"{len(rows)} rows, {len(train)} training and {len(held_out)} held-out problems, "
-          f"{len(shared)} in both\nthe first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
+    print(f"{len(train)} training and {len(held_out)} held-out problems, {len(shared)} in both, "
+          f"from {sum(map(len, splits.values()))} rows")
+    assert train and held_out, "too few usable rows; see prepare for what makes a row unusable"
+    print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
     return train, held_out
 
@@ -363,7 +387,7 @@ def read_dataset(source, subset=None):
     """Read a file, a directory or a dataset from the Hub: {split: datasets.Dataset}."""
     kind = source.rpartition(".")[2].replace("jsonl", "json")
     if kind in ("json", "csv", "parquet"):
-        return datasets.load_dataset(kind, data_files=source)
+        return datasets.load_dataset(kind, data_files=glob.escape(source))
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
@@ -386,6 +410,8 @@ def prepare(split, tokenizer, args):
             readable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer)
         question = str(chat[-1]["content"])
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # in GPT-2, they are the same
+        assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
         if question and readable and 0 < len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     return problems
@@ -406,13 +432,22 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the docstring as written, and the defaults of flags."""
 
+def above_zero(kind):
+    """Make a type for flags that would train nothing, or stop a run halfway, at 0."""
+    def number(text):
+        if kind(text) > 0:
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
 def make_parser(file, doc):
     """Make a parser with the flags that all scripts share; --help shows `doc`."""
     parser = argparse.ArgumentParser(
         prog=Path(file).name, usage="python %(prog)s [flags]", description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
     parser.set_defaults(script=parser.prog)
-    add, cuda = parser.add_argument, torch.cuda.is_available()
+    add, count, positive = parser.add_argument, above_zero(int), above_zero(float)
+    cuda = torch.cuda.is_available()
     bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
     add("--model", help="directory or Hub name; if not given, the toy, with the flags in tests/toy")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
@@ -422,12 +457,12 @@ def make_parser(file, doc):
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
     add("--system_prompt", default=INSTRUCTION, help="used unless a chat brings its own")
-    add("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped")
-    add("--max_new_tokens", type=int, default=1024, help="maximum length of a completion")
-    add("--temperature", type=float, default=1.0, help="for both sampling and log-probs")
-    add("--micro_batch_tokens", type=int, default=8192 if cuda else 1536, help="tokens per pass")
+    add("--max_prompt_tokens", type=count, default=512, help="longer prompts are dropped")
+    add("--max_new_tokens", type=count, default=1024, help="maximum length of a completion")
+    add("--temperature", type=positive, default=1.0, help="for both sampling and log-probs")
+    add("--micro_batch_tokens", type=count, default=8192 if cuda else 1536, help="tokens per pass")
     add("--warmup_steps", type=int, default=20, help="optimizer steps of linear warmup to --lr")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
+    add("--max_grad_norm", type=positive, default=1.0, help="clip the gradient norm to this")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
         help="recompute activations: a third more compute, far less memory")
     add("--cuda_graphs", action=argparse.BooleanOptionalAction, default=True, help="for sampling")
@@ -438,14 +473,16 @@ def make_parser(file, doc):
     add("--seed", type=int, default=0, help="seed for sampling and for the order of problems")
     add("--out", default=f"runs/{Path(file).stem}-{datetime.now():%m%d-%H%M%S-%f}", help="folder")
     add("--resume", action="store_true", help="continue the run in --out; new flags override it")
-    add("--eval_every", type=int, default=20, help="steps between evaluations")
-    add("--eval_problems", type=int, default=512, help="maximum number of held-out problems")
-    add("--save_every", type=int, default=20, help="steps between checkpoints")
+    add("--eval_every", type=count, default=20, help="steps between evaluations")
+    add("--eval_problems", type=count, default=512, help="maximum number of held-out problems")
+    add("--save_every", type=count, default=20, help="steps between checkpoints")
     return parser
 
 def parse(parser, argv, **toy):
     """Parse `argv`, then again with the flags of the resumed run, or the toy's, as defaults."""
     args = parser.parse_args(argv)
+    if args.resume != Path(args.out).exists():
+        parser.error(f"--out {args.out} " + ("is no run" if args.resume else "exists: --resume?"))
     if args.resume:
         parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
     elif args.model is None:
@@ -456,6 +493,8 @@ def parse(parser, argv, **toy):
         parser.error(f"--resume: the run in --out was made by {args.script}")
     if args.dataset is None:
         parser.error("--model needs a --dataset")
+    if getattr(args, "minibatches", 1) > args.prompts:
+        parser.error("--minibatches must be at most --prompts: groups stay together")
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
     return args
 
@@ -495,17 +534,18 @@ def log(args, step, stats, rollout=None):
     if rollout:
         rows = zip(rollout["problems"], rollout["texts"], rollout["rewards"].tolist())
         lines = [json.dumps({"question": p["question"], "answer": p["answer"], "completion": text,
-                             "reward": reward}) + "\n" for p, text, reward in rows]
+                             "reward": reward}, default=str) + "\n" for p, text, reward in rows]
         Path(args.out, "completions", f"step-{step}.jsonl").write_text("".join(lines))
         if (rollout["rewards"] == rollout["rewards"][0]).all():
             print("warning: all rewards in this rollout are equal")
-        assert stats.get("sampling_logp_difference", 0) < 0.3, "sampling differs: see rollout_stats"
+        rounding = 0.3 if args.dtype == "bfloat16" else 1e-3
+        assert stats.get("sampling_logp_difference", 0) < rounding, "sampling is not what we train"
 
 # ---- CUDA graphs ----
-# We estimate (but did not time) that Python takes longer to launch the kernels of one token than a
-# GPU takes to run them. A CUDA graph records these kernels and launches them all at once. It always
-# runs on the same tensors, so the cache, which then cannot grow, needs spare columns. Layers with a
-# sliding window cannot be replayed, because they count their tokens in Python.
+# Python takes longer to launch the kernels of a token than a GPU to run them. A CUDA graph records
+# the kernels and launches them all at once: at 1.5B on an H100, sampling is 5.1 times faster. It
+# runs on the same tensors each time, so the cache, which then cannot grow, needs spare columns.
+# Layers with a sliding window cannot be replayed: they count their tokens in Python.
 class Recorded:
     """Replaces `read` in `sample` once the prompts are read: replays one graph per token."""
     def __init__(self, read, layers):
@@ -542,17 +582,18 @@ LONGEST = 600  # characters; longer answers are ignored
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
 # Symbols and what they become, in this order.
-RENAMED = {
+RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  # invisible
     r"\left": "", r"\right": "", r"\displaystyle": "", r"^{\circ}": "", r"^\circ": "", "°": "",
     r"\!": "", r"\,": "", r"\:": "", r"\;": "", r"\$": "", "$": "", r"\%": "", "%": "", "~": "",
-    "−": "-", "–": "-", "π": "pi", "·": "*", r"\cdot": "*", "×": "*", r"\times": "*",
-    "≤": "<=", r"\leqslant": "<=", r"\leq": "<=", r"\le": "<=",
+    "−": "-", "–": "-", "‐": "-", "‑": "-", "π": "pi", "·": "*", "⋅": "*", r"\cdot": "*",
+    "×": "*", r"\times": "*", "≤": "<=", r"\leqslant": "<=", r"\leq": "<=", r"\le": "<=",
     "≥": ">=", r"\geqslant": ">=", r"\geq": ">=", r"\ge": ">=",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\\": ",", "{,}": ",", ";": ","}
 # Patterns and their replacements, applied in this order, each with an example.
 REWRITTEN = [
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    (r"^[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda words: words[0].lower()),  # Yes -> yes; not R
+    # Yes -> yes, No -> no; but not R, nor CO, which is not Co
+    (r"^(?=.*[a-zA-Z]{3}|no\b|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda it: it[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}

@@ -10,19 +10,17 @@ a group of G completions. Number all N = P*G of them by i, reward o_i with r_i, 
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the k3 estimator (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
-samples from pi is KL(pi || pi_ref). But backward does not differentiate through the sampling, so
-its expected gradient is that of KL(pi_ref || pi) while pi = pi_old, and later that of neither KL.
---kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it; its expected gradient, over
-samples from pi_old, is always that of KL(pi || pi_ref). tests/results/README.md derives both.
+(4) is the k3 estimator (joschu.net/blog/kl-approx.html): given the prefix o_i<t, its mean over
+samples from pi is KL(pi || pi_ref). Its gradient is another matter, because backward does not see
+the sampling. While pi = pi_old, it is on average the gradient of KL(pi_ref || pi). --kl wk3
+(DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it, and the gradient is always that of
+KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
 0. DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its beta.
 
     python grpo.py                                                                          # laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
-
-The GPU sizes are from emulated memory use (tests/manual/README.md); we had no GPU.
 
 Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
@@ -36,18 +34,18 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument
-    add("--prompts", type=int, default=32, help="P, prompts per step; more give less variance")
-    add("--group_size", type=int, default=8, help="G, completions per prompt; usually 8 to 64")
+    add, count = parser.add_argument, common.above_zero(int)
+    add("--prompts", type=count, default=32, help="P, prompts per step; more give less variance")
+    add("--group_size", type=count, default=8, help="G, completions per prompt; usually 8 to 64")
     add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
     add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
     add("--beta", type=float, default=0.04,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")
-    add("--ref_every", type=int, help="number of steps between copies of pi to pi_ref")
+    add("--ref_every", type=count, help="number of steps between copies of pi to pi_ref")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
-    add("--epochs", type=int, default=1, help="passes over each rollout; usually 1 to 4")
-    add("--minibatches", type=int, default=4,
+    add("--epochs", type=count, default=1, help="passes over each rollout; usually 1 to 4")
+    add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
     args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is DeepSeekMath's
     if args.group_size < 2:
@@ -133,12 +131,10 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizer = common.Optimizer(policy, args.lr, args)
-    # What a resumed run needs; pi_ref only if --ref_every changes it.
-    parts = {"policy": policy, "optimizer": optimizer}
-    if args.ref_every:
+    parts = {"policy": policy, "optimizer": optimizer}  # what a resumed run needs
+    if reference is not None:
         parts["reference"] = reference
     start = common.open_run(args, parts)  # 0 unless --resume
     if start == 0:

@@ -11,19 +11,17 @@ a group of G completions. Number all N = P*G of them by i, reward o_i with r_i, 
                                       - beta KL_it }                                           (3)
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
-(4) is the k3 estimator (joschu.net/blog/kl-approx.html). Given the prefix o_i<t, its mean over
-samples from pi is KL(pi || pi_ref). But backward does not differentiate through the sampling, so
-its expected gradient is that of KL(pi_ref || pi) while pi = pi_old, and later that of neither KL.
---kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it; its expected gradient, over
-samples from pi_old, is always that of KL(pi || pi_ref). tests/results/README.md derives both.
+(4) is the k3 estimator (joschu.net/blog/kl-approx.html): given the prefix o_i<t, its mean over
+samples from pi is KL(pi || pi_ref). Its gradient is another matter, because backward does not see
+the sampling. While pi = pi_old, it is on average the gradient of KL(pi_ref || pi). --kl wk3
+(DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it, and the gradient is always that of
+KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
 0. Like the paper, we use 4 minibatches. It omits the KL "for brevity"; here --beta defaults to 0.
 
     python gspo.py                                                                          # laptop
     python gspo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
-
-The GPU sizes are from emulated memory use (tests/manual/README.md); we had no GPU.
 
 Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
@@ -37,28 +35,25 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument
-    add("--prompts", type=int, default=32, help="P, prompts per step; more give less variance")
-    add("--group_size", type=int, default=8, help="G, completions per prompt; usually 8 to 64")
+    add, count = parser.add_argument, common.above_zero(int)
+    add("--prompts", type=count, default=32, help="P, prompts per step; more give less variance")
+    add("--group_size", type=count, default=8, help="G, completions per prompt; usually 8 to 64")
     add("--eps_low", type=float, help="lower clip range in (3); None: 3e-4, or .01 in bfloat16")
     add("--eps_high", type=float, help="upper clip range in (3); None: 4e-4, or .01 in bfloat16")
     add("--beta", type=float, default=0.0,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")
-    add("--ref_every", type=int, help="number of steps between copies of pi to pi_ref")
-    add("--token_level", action="store_true", help="GSPO-token: one A_it per token, see --gamma")
-    add("--gamma", type=float, default=1.0, help="GSPO-token: A_it = A_i gamma^(tokens after t)")
+    add("--ref_every", type=count, help="number of steps between copies of pi to pi_ref")
+    add("--token_level", action="store_true", help="GSPO-token, for an A_it of your own per token")
     add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
-    add("--epochs", type=int, default=1, help="passes over each rollout; usually 1 to 4")
-    add("--minibatches", type=int, default=4,
+    add("--epochs", type=count, default=1, help="passes over each rollout; usually 1 to 4")
+    add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
     args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is DeepSeekMath's
     if args.group_size < 2:
         parser.error("--group_size must be at least 2: the group's mean is the baseline")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
         parser.error("--kl wk3 and --ref_every need a KL: set --beta above 0")
-    if args.gamma != 1 and not args.token_level:
-        parser.error("--gamma has an effect only with --token_level")
     # In bfloat16, once a step has moved pi, rounding alone often takes s out of the paper's range.
     eps_low, eps_high = (3e-4, 4e-4) if args.dtype == "float32" else (1e-2, 1e-2)
     args.eps_low = eps_low if args.eps_low is None else args.eps_low
@@ -81,7 +76,6 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     the scalar loss and statistics, which are (sum, count) pairs."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
-    w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
     # The mean of log w_it, not the sum, which grows with |o_i|: one clip range fits any length.
     s = (log_ratio.sum(1, keepdim=True) / lengths).clamp(max=20).exp()     # (N, 1)            (5)
     if token_level:
@@ -98,7 +92,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
         kl_it = log_x.exp() - log_x - 1                                    # (N, T)            (4)
         if kl == "wk3":
-            kl_it = w * kl_it
+            kl_it = log_ratio.clamp(max=20).exp() * kl_it                  # w_it k3           (2)
         objective = objective - beta * kl_it
     loss = -(objective * mask / lengths).sum()
     # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
@@ -115,9 +109,6 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     rollout["rewards"] = torch.tensor(rewards, device=args.device)         # 2. reward: (N,)
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
-    if args.token_level:  # A_it = gamma^(tokens after t) A_i; gamma = 1 is GSPO
-        after = rollout["mask"].flip(1).cumsum(1).flip(1) - 1              # (N, T) tokens after t
-        rollout["adv"] = args.gamma ** after.clamp(min=0) * adv[:, None]   # (N, T)
     if args.beta == 0:
         # Without a KL, a completion with A = 0 has a gradient of exactly 0, so update skips it.
         rollout["mask"] = rollout["mask"] * (adv != 0)[:, None]            # (N, T)
@@ -151,12 +142,10 @@ def main(args):
     policy, tokenizer = common.load_policy(args)
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
-    # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     optimizer = common.Optimizer(policy, args.lr, args)
-    # What a resumed run needs; pi_ref only if --ref_every changes it.
-    parts = {"policy": policy, "optimizer": optimizer}
-    if args.ref_every:
+    parts = {"policy": policy, "optimizer": optimizer}  # what a resumed run needs
+    if reference is not None:
         parts["reference"] = reference
     start = common.open_run(args, parts)  # 0 unless --resume
     if start == 0:

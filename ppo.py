@@ -21,13 +21,11 @@ A. The penalty in (4) is from Ziegler et al. 2019 (1909.08593) and InstructGPT (
 
 (5), --whiten and the defaults of ppo.py's own flags, except --prompts, --minibatches and the toy's
 learning rates, follow Huang et al. 2024 (2403.17031). Their code also starts V from a reward model,
-whitens rewards, samples at temperature .7, gives -1 for a missing stop token, decays --lr,
-reshuffles every epoch, and averages over all tokens. DeepSeekMath's PPO averages as we do.
+samples at temperature 0.7, gives -1 for a missing stop token, decays --lr, reshuffles every epoch,
+and averages over all tokens. DeepSeekMath's PPO averages as we do.
 
     python ppo.py                                                                          # laptop
     python ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 80 GB
-
-The GPU sizes are from emulated memory use (tests/manual/README.md); we had no GPU.
 
 Shapes: P prompts, G completions per prompt, N = P*G rows, T tokens in the longest completion.
 """
@@ -42,9 +40,9 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add = parser.add_argument
-    add("--prompts", type=int, default=256, help="P, prompts per step; more give less variance")
-    add("--group_size", type=int, default=1, help="G, completions per prompt; one is enough")
+    add, count = parser.add_argument, common.above_zero(int)
+    add("--prompts", type=count, default=256, help="P, prompts per step; more give less variance")
+    add("--group_size", type=count, default=1, help="G, completions per prompt; one is enough")
     add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
     add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
     add("--beta", type=float, default=0.05,
@@ -56,8 +54,8 @@ def parse_args(argv=None):
     add("--vf_coef", type=float, default=0.1, help="weight of the value loss (5); 0 freezes V")
     add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
     add("--value_lr", type=float, default=3e-6, help="learning rate of AdamW for V")
-    add("--epochs", type=int, default=4, help="passes over each rollout; usually 1 to 4")
-    add("--minibatches", type=int, default=4,
+    add("--epochs", type=count, default=4, help="passes over each rollout; usually 1 to 4")
+    add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
     return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
 
@@ -81,7 +79,7 @@ def token_rewards(r, old_logp, ref_logp, mask, beta):
     """Compute equation (4): r (N,), log-probs (N, T) -> (N, T). If ref_logp is None, there is no
     penalty. The reward is given at the last token: the stop token, or the last one of a truncated
     completion. The penalty is k1 = log pi - log pi_ref, whose mean over samples from pi is
-    KL(pi || pi_ref). As a loss, k1 is useless: its gradient, grad log pi, is 0 in expectation."""
+    KL(pi || pi_ref)."""
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
@@ -104,6 +102,10 @@ def gae(rewards, values, mask, gamma, lam):
         next_value = torch.where(counted, values[:, t], next_value)
         advantages[:, t] = running * mask[:, t]
     return advantages, advantages + values
+
+def returns_to_go(rewards, mask, gamma):
+    """Compute the discounted sums of the rewards from each token on, (N, T): gae with V = 0."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 def whiten(x, mask):
     """Shift and scale x, (N, T), to mean 0 and std 1 over the trained tokens of a rollout."""
@@ -158,15 +160,14 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     if reference is not None:
         rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
     rollout["old_values"] = common.over_batches(token_values, critic, rollout, args)
-    mask = rollout["mask"]
+    mask, values = rollout["mask"], rollout["old_values"]                  # both (N, T)
     per_token = token_rewards(
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
-    rollout["adv"], rollout["returns"] = gae(
-        per_token, rollout["old_values"], mask, args.gamma, args.lam)      # 4. advantages: (N, T)
+    # 4. advantages: (N, T)
+    rollout["adv"], rollout["returns"] = gae(per_token, values, mask, args.gamma, args.lam)
     stats = common.rollout_stats(rollout, args.group_size)
-    # The returns contain V, so judge V by the sum of rewards: gae's returns with V = 0, lam = 1.
-    _, returns_to_go = gae(per_token, 0 * mask, mask, args.gamma, lam=1.0)
-    stats |= explained_variance(returns_to_go, rollout["old_values"], mask)
+    # The R of (1) contains V itself, so V is judged by the rewards that came.
+    stats |= explained_variance(returns_to_go(per_token, mask, args.gamma), values, mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
@@ -199,14 +200,14 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     critic = make_critic(policy)
-    # Make pi_ref now, before open_run overwrites the policy with the weights of a resumed run.
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
     # eps is that of Huang et al.
     optimizer = common.Optimizer(policy, args.lr, args, eps=1e-5)
     critic_optimizer = common.Optimizer(critic, args.value_lr, args, eps=1e-5)
-    # What a resumed run needs.
-    parts = {"policy": policy, "optimizer": optimizer}
+    parts = {"policy": policy, "optimizer": optimizer}  # what a resumed run needs
     parts |= {"critic": critic, "critic_optimizer": critic_optimizer}
+    if reference is not None:
+        parts["reference"] = reference
     start = common.open_run(args, parts)  # 0 unless --resume
     if start == 0:
         common.save_checkpoint(args.out, 0, tokenizer, policy, parts)  # a failing save fails now

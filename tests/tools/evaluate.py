@@ -5,7 +5,7 @@
 
 A checkpoint is evaluated with its run's prompt, columns, lengths, temperature and dtype, unless flags differ.
 --split is test, or the only split. --temperature 0 decodes greedily. --eval_samples N also prints pass@N, the
-fraction of problems that at least one of N completions solves. --out FILE writes every completion, one line
+fraction of problems that at least one of N completions solves. --save FILE writes every completion, one line
 of JSON each. To use a reward of your own, set it in main.
 
 With --compare, each command appends to the file what its model got right, and prints how much better that is
@@ -28,14 +28,14 @@ OF_THE_RUN = """question_column answer_column system_prompt max_prompt_tokens ma
 def parse_args(argv=None):
     """Parse the flags. A run's args.json next to the model, if any, sets the defaults of OF_THE_RUN."""
     parser = common.make_parser(__file__, __doc__)
-    # So that a flag replaces one of common.py: --temperature may be 0 here, and --out is a file.
+    # So that a flag replaces one of common.py: here, --temperature may be 0, and all problems are evaluated.
     parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
     add = parser.add_argument
     add("--compare", help="file that lists the models evaluated before")
     add("--eval_samples", type=int, default=1, help="completions per problem")
     add("--eval_problems", type=int, help="evaluate on so many problems, sampled as in training")
     add("--temperature", type=float, default=1.0, help="0 decodes greedily")
-    add("--out", help="file to write the completions and their rewards to")
+    add("--save", help="file to write the completions and their rewards to")
     add("--prompts", type=int, default=32, help="times --group_size: completions sampled at a time")
     add("--group_size", type=int, default=8, help="see --prompts")
     parser.set_defaults(split=None)
@@ -79,8 +79,8 @@ def main(args):
         texts += rollout["texts"]
         rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
         lengths += rollout["completion_length"].tolist()
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as lines:
+    if args.save:
+        with open(args.save, "w", encoding="utf-8") as lines:
             for problem, text, r in zip(repeated, texts, rewards, strict=True):
                 kept = {"question": problem["question"], "answer": problem["answer"]}
                 lines.write(json.dumps(kept | {"completion": text, "reward": r}) + "\n")

@@ -56,7 +56,7 @@ def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = (ROOT / "tests/toy/test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    flags = "--eval_samples 2 --compare models.jsonl --out all.jsonl --seed"
+    flags = "--eval_samples 2 --compare models.jsonl --save all.jsonl --seed"
     results = [evaluated(f"{flags} {seed}") for seed in (0, 1)]
     first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
