@@ -2,12 +2,13 @@
 
 The first five sections follow one step: read them along with the scripts. The next five are about
 everything around it. You can skip the last two, CUDA graphs and math answers. We check for what
-would fail in silence (training that is not what you asked for, wrong rewards, lost work), and for
-a few common slips whose own error would come late or be a riddle.
+would fail silently: training that is not what you asked for, wrong rewards, lost work. We also
+check for a few common slips that would otherwise fail late, or with a cryptic error.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
-tokens in the vocabulary; H the hidden size. A minibatch changes N; a micro-batch, N, T and C.
+tokens in the vocabulary; H the hidden size. A minibatch has a smaller N, a micro-batch a smaller
+N, T, and C. While a loop runs, n is a number of rows or tokens.
 
 A rollout is a dict:
     problems           a list of N problems: the one that each row answers
@@ -16,10 +17,11 @@ A rollout is a dict:
     prompt_length      (N,)    token t of a completion is in column prompt_length + t of ids
     completion_length  (N,)    its number of tokens, including the stop token
     finished           (N,)    True where a stop token ended the completion
-    mask               (N, T)  1.0 on the tokens to train on, at first the whole completion. Tokens
-                               that you set to 0 stay in the context; a row of zeros is skipped
+    mask               (N, T)  1.0 on the tokens to train on: initially, the whole completion.
+                               Tokens you set to 0 stay in the context. A row of zeros is skipped
     sampled_logp       (N, T)  log pi of each token, as the sampler computed it
-The scripts add rewards (N,); old_logp, ref_logp, old_values, returns (N, T); adv (N, 1) or (N, T).
+The scripts add rewards, (N,), and old_logp, ref_logp, adv, old_values and returns, all (N, T), but
+for the adv of GRPO and GSPO, (N, 1).
 """
 import argparse
 import glob
@@ -47,25 +49,26 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
     """Sample group_size completions for each of P problems: a rollout. transformers' generate would
-    use the model's own top_k, prefill a prompt group_size times, and keep running finished rows."""
+    use the model's own top_k, read each prompt group_size times, and keep computing finished rows.
+    """
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
-    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32"):
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         # In training mode with checkpointing, some models, such as GPT-2, don't use the cache.
         tokens, logp = sample(model.eval(), [p["prompt"] for p in problems], group_size, stop, args)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
-    mask = is_stop.cumsum(1) - is_stop.long() == 0  # no stop token before this one
+    mask = (is_stop.cumsum(1) - is_stop.long()) == 0  # no stop token before this one
     lengths, finished = mask.sum(1), is_stop.any(1)  # both (N,)
     mask = mask[:, :lengths.max()].float()  # (N, T)
     completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     # Leave out the stop token, but keep other special tokens: they may mark the answer.
-    texts = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
-    problems = [problem for problem in problems for _ in range(group_size)]
+    shown = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
+    problems = [problem for problem in problems for _ in range(group_size)]  # now N of them
     ids, _ = padded([p["prompt"] + c for p, c in zip(problems, completions)], model.device)
     return {
         "problems": problems,
-        "texts": tokenizer.batch_decode(texts),
+        "texts": tokenizer.batch_decode(shown),
         "ids": ids,
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
         "completion_length": lengths,
@@ -77,18 +80,18 @@ def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
     padded on the left, so that all rows write to the same column of the cache."""
     cache = Cache(config=model.config)
-    cached = {"use_cache": True, CACHE: cache}
+    use_cache = {"use_cache": True, CACHE: cache}  # CACHE, below, is the argument's name
 
     def read(ids, attention, positions):
-        """Append ids (n, columns) to the cache. Returns the hidden states of the last, (n, H)."""
+        """Read ids (n, columns) into the cache. Returns the last column's hidden states (n, H)."""
         return model.base_model(input_ids=ids, attention_mask=attention, position_ids=positions,
-                                **cached).last_hidden_state[:, -1]
+                                **use_cache).last_hidden_state[:, -1]
 
     ids, attention = padded(prompts, model.device, "left")  # both (P, S)
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
     hidden = read(ids, attention, positions)  # (P, H)
     # Each prompt is read once. From here on, it has a row for each of its completions.
-    active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) not yet dropped
+    active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in the batch
     owner = active // group_size  # (N,) the prompt of each row
     cache.reorder_cache(owner)
     hidden, attention, positions = hidden[owner], attention[owner], positions[owner, -1:]
@@ -102,7 +105,7 @@ def sample(model, prompts, group_size, stop, args):
         token, logp = draw(head_logits(model, hidden), args.temperature)  # both (n,)
         tokens[active, t], sampled_logp[active, t] = token, logp
         running = running & ~torch.isin(token, stop)
-        # Drop finished rows, but not often: it copies the cache, and counting waits for the GPU.
+        # Drop finished rows, but not often: dropping copies the cache, counting waits for the GPU.
         if t % 4 == 0 and running.sum() < len(running) / 2:
             kept = running.nonzero().squeeze(1)
             if len(kept) == 0:
@@ -114,7 +117,7 @@ def sample(model, prompts, group_size, stop, args):
         hidden = read(token[:, None], attention, positions)  # (n, H)
     return tokens, sampled_logp
 
-# The cache argument of models, renamed in transformers 5.24. Older ones would ignore "cache".
+# Since transformers 5.24, models take the KV cache as `cache`. Older versions would ignore that.
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
@@ -125,7 +128,7 @@ class Cache(transformers.DynamicCache):
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
-    their log pi, both (n,). It takes one random number per row; torch.multinomial would take K."""
+    their log pi, both (n,). It takes one random number per row, where multinomial would take K."""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
     # searchsorted needs sums that never decrease; on a GPU, float32 rounding would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
@@ -136,28 +139,30 @@ def draw(logits, temperature):
 
 def padded(rows, device, side="right"):
     """Pad lists of ids. Returns the padded ids and a mask of real tokens, both (rows, longest)."""
-    rows = [torch.tensor(row, device=device) for row in rows]
+    rows = [torch.tensor(row) for row in rows]
     real = [torch.ones_like(row) for row in rows]
-    return [pad_sequence(x, batch_first=True, padding_side=side) for x in (rows, real)]
+    return [pad_sequence(x, True, padding_side=side).to(device) for x in (rows, real)]
 
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, args, also=None, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature).
     Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
     materialized: we compute `chunk` of them at a time (.27 GB), and again in the backward pass.
-    also(logits (n, K), rows (n,)) -> (n,) adds another term of pi's logits, such as an entropy:
-    a second (N, T) is returned. `rows` are positions among the M tokens of completion_states."""
-    def of_chunk(hidden, target, rows):
+
+    For forks: also(logits (n, K), which (n,)) -> (n,) computes a second number per token from its
+    logits, such as the entropy, which is returned as a second (N, T). `which` are the places of the
+    n tokens among the M of completion_states."""
+    def of_chunk(hidden, target, which):
         logits = head_logits(model, hidden) / args.temperature
         logp = -cross_entropy(logits, target, reduction="none")
-        return torch.stack([logp, also(logits, rows)] if also else [logp])  # (1 or 2, n)
+        return torch.stack([logp, also(logits, which)] if also else [logp])  # (1 or 2, n)
     index, hidden, target = completion_states(model, batch, args)
     size = chunk // len(model.get_output_embeddings().weight)  # tokens per chunk
-    rows = torch.arange(len(target), device=target.device)
-    chunks = zip(hidden.split(size), target.split(size), rows.split(size))
-    terms = torch.cat([checkpoint(of_chunk, *c, use_reentrant=False) for c in chunks], 1)
-    terms = [term.new_zeros(batch["mask"].shape).index_put(index, term) for term in terms]
-    return terms if also else terms[0]
+    which = torch.arange(len(target), device=target.device)
+    chunks = zip(hidden.split(size), target.split(size), which.split(size))
+    numbers = torch.cat([checkpoint(of_chunk, *c, use_reentrant=False) for c in chunks], 1)
+    tables = [x.new_zeros(batch["mask"].shape).index_put(index, x) for x in numbers]
+    return tables if also else tables[0]
 
 def completion_states(model, batch, args):
     """Run the model's backbone. For the M tokens whose mask is 1, return:
@@ -168,8 +173,8 @@ def completion_states(model, batch, args):
     i, t = batch["mask"].nonzero(as_tuple=True)  # both (M,): a position in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
-    with torch.autocast(args.device, getattr(torch, args.dtype), enabled=args.dtype != "float32",
-                        cache_enabled=False):  # each bfloat16 copy serves one pass: don't keep it
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16",
+                        cache_enabled=False):  # each bfloat16 copy is used once: don't keep it
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]
 
@@ -179,7 +184,7 @@ def head_logits(model, hidden):
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    # Gemma soft-caps its logits. load_policy refuses models that change them in any other way.
+    # Gemma soft-caps its logits. check_model refuses models that change them in any other way.
     cap = getattr(config, "final_logit_softcapping", None)
     return cap * (logits / cap).tanh() if cap else logits
 
@@ -205,12 +210,12 @@ def micro_batches(batch, tokens):
         rows, order = order.tensor_split([max(1, tokens // c)])
         part = {name: value[rows] for name, value in batch.items()}
         t = int(part["completion_length"].max())
-        yield {name: value[:, :c if name == "ids" else t] if value.dim() > 1 else value
+        yield {name: value[:, :(c if name == "ids" else t)] if value.dim() > 1 else value
                for name, value in part.items()}
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update: cut differently, bfloat16 would round differently, and w would not start at 1."""
+    update. In others, bfloat16 would round differently, and the ratio w would not start at 1."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -220,7 +225,7 @@ def over_batches(function, model, rollout, args):
 # ---- Optimizer ----
 class Optimizer(torch.optim.AdamW):
     """AdamW with learning-rate warmup and gradient-norm clipping. Weights are float32: with the 8
-    significant bits of bfloat16, a weight of .02 that moves by 1e-6 would round back."""
+    significant bits of bfloat16, adding 1e-6 to a weight of 0.02 would change nothing."""
     def __init__(self, model, lr, args, eps=1e-8):
         # PyTorch's default for the second beta, .999, would average over about 1000 steps.
         super().__init__(model.parameters(), lr, (0.9, 0.95), eps, weight_decay=0.0, fused=True)
@@ -229,7 +234,7 @@ class Optimizer(torch.optim.AdamW):
 
     def clip_and_step(self):
         """Clip the gradient, take a step, zero the gradient. Returns statistics for `means`. There
-        is no step if the gradient is not finite, or 0, where only momentum would move weights."""
+        is no step if the gradient is not finite, or 0, when momentum alone would move weights."""
         group = self.param_groups[0]
         norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -246,32 +251,34 @@ def means(logged):
     """Reduce what an update logged, a list of dicts of (sum, count) pairs, to one number per name:
     the total sum over the total count."""
     totals = {}
-    for name, (total, count) in (pair for stats in logged for pair in stats.items()):
-        before = totals.get(name, (0, 0))
-        totals[name] = before[0] + total, before[1] + count
+    for stats in logged:
+        for name, (total, count) in stats.items():
+            before = totals.get(name, (0, 0))
+            totals[name] = before[0] + total, before[1] + count
     return {name: float(total / count) for name, (total, count) in totals.items()}
 
 def rollout_stats(rollout, group_size):
-    """Compute the logged statistics of a rollout. completion_length and entropy, the mean -log pi,
-    are over all sampled tokens, whatever the mask says. sampling_logp_difference, the RMS of
-    training minus sampling log-probs, should be rounding: log stops a run if it is more."""
+    """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
+    tokens, whatever the mask says. sampling_logp_difference, the RMS difference between training
+    and sampling log-probs, should be rounding error: if it is larger, log() stops the run."""
     lengths = rollout["completion_length"]  # (N,)
     groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G)
     assert groups.isfinite().all(), "a reward is not finite"
-    trained = rollout["mask"] > 0  # (N, T)
-    difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
     stats = {
         "reward": groups.mean(),
         "completion_length": lengths.float().mean(),
         "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -rollout["sampled_logp"].sum() / lengths.sum(),
-        "sampling_logp_difference": difference.square().mean().sqrt()}
+        "entropy": -rollout["sampled_logp"].sum() / lengths.sum()}
     if group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
-        log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
-        stats["kl"] = (log_x.expm1() - log_x).mean()
-    return {k: v.item() for k, v in stats.items() if not v.isnan()}  # nan: no token is trained on
+    trained = rollout["mask"] > 0  # (N, T)
+    if trained.any():  # the mean over no tokens would be nan
+        difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
+        stats["sampling_logp_difference"] = difference.square().mean().sqrt()
+        if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
+            log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
+            stats["kl"] = (log_x.expm1() - log_x).mean()
+    return {name: x.item() for name, x in stats.items()}
 
 # ---- Evaluation ----
 @torch.no_grad()
@@ -298,7 +305,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
 PLAIN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
 
 def load_policy(args):
-    """Load --model and its tokenizer, and check that we compute its log-probs right."""
+    """Load --model and its tokenizer, and check that we compute its log-probs correctly."""
     transformers.utils.logging.disable_progress_bar()
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # one odd character must not end a run
@@ -309,7 +316,7 @@ def load_policy(args):
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(text, name, 0.0)  # dropout and router jitter would move the ratio away from 1
-    # Phi-3 has a second limit: beyond it, the other rows of a batch change the positions of a row.
+    # Phi-3 has a second limit: if one row of a batch is longer, all rows are encoded differently.
     limits = (getattr(text, f"{name}max_position_embeddings", None) for name in ("", "original_"))
     room = min(limit or math.inf for limit in limits)
     assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model has {room} positions"
@@ -333,14 +340,14 @@ def load_policy(args):
 
 @torch.no_grad()
 def check_model(model, tokenizer, args):
-    """Stop if the log-probs of the sampler or of the training pass are not the model's own, for a
-    long and a short prompt: the model may scale its logits, for example, or need another cache."""
-    exact = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
-    args = argparse.Namespace(**vars(args) | exact)
+    """Stop if the log-probs of the sampler or of the training pass are not the model's own: it may
+    scale its logits, for example, or need another cache. The second prompt will be padded."""
+    changes = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
+    args = argparse.Namespace(**(vars(args) | changes))
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (16, 3)]
     rollout = generate(model, tokenizer, problems, 1, args)
-    training, ids = token_logprobs(model, rollout, args), rollout["ids"]
+    ids, training = rollout["ids"], token_logprobs(model, rollout, args)
     logits = model.eval()(ids, use_cache=False).logits.float()  # (2, C, K)
     model.train()
     own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, C - 1)
@@ -376,8 +383,8 @@ def load_problems(args, tokenizer):
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     shared = {p["question"] for p in train} & {p["question"] for p in held_out}
-    print(f"{len(train)} training and {len(held_out)} held-out problems, {len(shared)} in both, "
-          f"from {sum(map(len, splits.values()))} rows")
+    print(f"{len(splits[args.split])} rows, {len(train)} training and {len(held_out)} held-out "
+          f"problems, {len(shared)} in both")
     assert train and held_out, "too few usable rows; see prepare for what makes a row unusable"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
@@ -391,39 +398,39 @@ def read_dataset(source, subset=None):
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
-    """Turn rows into problems: dicts with "question" as a string, "prompt" as ids, "answer" (always
-    a string with --answer_column), and all other columns. In a row, a question is a string, or a
-    chat that ends with the user's message. Rows that cannot be used are dropped."""
+    """Turn rows into problems: dicts with "question" as a string, "prompt" as ids, "answer" (a
+    string if --answer_column is set), and all other columns. In a row, a question is a string, or
+    a chat that ends with the user's message. Rows that cannot be used are dropped."""
     problems = []
     for row in split.to_list():
+        # None and nan (the x != x) become "".
         row = {"answer": ""} | {k: "" if x is None or x != x else x for k, x in row.items()}
-        chat, answer, readable = row[args.question_column], row["answer"], True
+        chat, answer, usable = row[args.question_column], row["answer"], True
         if not isinstance(chat, list):
             chat = [{"role": "user", "content": str(chat)}]
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         if args.answer_column:
             gold = row[args.answer_column]
-            assert not isinstance(gold, (list, dict, bytes)), f"an answer must be text: {gold}"
+            assert not isinstance(gold, (list, dict, bytes)), f"no string or number: {gold}"
             answer = extract_answer(str(gold)) or str(gold)  # GSM8K's end in #### 72
-            # The grader must accept it. "\frac" in JSON is not printable: a form feed and "rac".
-            readable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer)
+            # The grader must accept it. JSON reads "\frac" as a form feed, unprintable, and "rac".
+            usable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer)
         question = str(chat[-1]["content"])
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # in GPT-2, they are the same
+        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2
         assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
-        if question and readable and 0 < len(prompt) <= args.max_prompt_tokens:
+        if question and usable and 0 < len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
     return problems
 
 def batch_of(problems, step, count, seed):
-    """Return the `count` problems of a step: the next in an endless list of shuffles of them all.
-    The result depends only on seed and step."""
-    n = len(problems)
-    first, skip = divmod((step - 1) * count, n)  # the shuffle to begin in, and what is used of it
-    needed = range(first, first + (skip + count - 1) // n + 1)
-    shuffles = [random.Random(f"{seed} {k}").sample(problems, n) for k in needed]
-    return sum(shuffles, [])[skip:skip + count]
+    """Return the `count` problems of a step. Imagine one endless list, in which all problems follow
+    one another in shuffle after shuffle: each step takes the next `count`."""
+    places = [divmod(i, len(problems)) for i in range((step - 1) * count, step * count)]
+    shuffles = {k: random.Random(f"{seed} {k}").sample(problems, len(problems))
+                for k in {k for k, _ in places}}
+    return [shuffles[k][i] for k, i in places]
 
 # ---- Command line ----
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
@@ -433,7 +440,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as written, and the defaults of flags."""
 
 def above_zero(kind):
-    """Make a type for flags that would train nothing, or stop a run halfway, at 0."""
+    """Make an argparse type for flags that at 0 would train nothing, or stop a run halfway."""
     def number(text):
         if kind(text) > 0:
             return kind(text)
@@ -453,7 +460,7 @@ def make_parser(file, doc):
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; of a lone split, a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; a lone split gives a fifth")
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
     add("--system_prompt", default=INSTRUCTION, help="used unless a chat brings its own")
@@ -481,8 +488,10 @@ def make_parser(file, doc):
 def parse(parser, argv, **toy):
     """Parse `argv`, then again with the flags of the resumed run, or the toy's, as defaults."""
     args = parser.parse_args(argv)
-    if args.resume != Path(args.out).exists():
-        parser.error(f"--out {args.out} " + ("is no run" if args.resume else "exists: --resume?"))
+    if args.resume and not Path(args.out).exists():
+        parser.error(f"--resume: there is no run in --out {args.out}")
+    if not args.resume and Path(args.out).exists():
+        parser.error(f"--out {args.out} exists; to continue it, add --resume")
     if args.resume:
         parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
     elif args.model is None:
@@ -493,7 +502,7 @@ def parse(parser, argv, **toy):
         parser.error(f"--resume: the run in --out was made by {args.script}")
     if args.dataset is None:
         parser.error("--model needs a --dataset")
-    if getattr(args, "minibatches", 1) > args.prompts:
+    if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
     return args
@@ -515,7 +524,7 @@ def open_run(args, parts):
 
 def save_checkpoint(out, step, tokenizer, policy, parts):
     """Save the policy in step-N, for you, and `parts`, {name: model or optimizer}, in state.pt, for
-    --resume. It is replaced once the new one is complete, so a kill always leaves a valid one."""
+    --resume. Once complete, the new state.pt replaces the old one: a kill leaves one intact."""
     for saved in (policy, tokenizer):
         saved.save_pretrained(Path(out, f"step-{step}"))
     state = {"step": step, "metrics": Path(out, "metrics.jsonl").read_text()}
@@ -524,12 +533,13 @@ def save_checkpoint(out, step, tokenizer, policy, parts):
     Path(out, "temporary.pt").replace(Path(out, "state.pt"))
 
 def log(args, step, stats, rollout=None):
-    """Write a step's statistics and completions to files, and print the main statistics."""
+    """Write a step's statistics and completions to files, and print the main statistics. Stop the
+    run if the sampler's log-probs are not those of the training pass."""
     with Path(args.out, "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step} | stats) + "\n")
-    hidden = "loss lr grad_norm zero_gradient zero_variance_groups".split()
+    unprinted = "loss lr grad_norm zero_gradient zero_variance_groups".split()
     line = "".join(f"   {name} {x:.3g}" for name, x in stats.items()
-                   if name not in hidden and not name.startswith("value_"))
+                   if name not in unprinted and not name.startswith("value_"))
     print(f"step {step}/{args.steps}{line}", flush=True)
     if rollout:
         rows = zip(rollout["problems"], rollout["texts"], rollout["rewards"].tolist())
@@ -538,36 +548,38 @@ def log(args, step, stats, rollout=None):
         Path(args.out, "completions", f"step-{step}.jsonl").write_text("".join(lines))
         if (rollout["rewards"] == rollout["rewards"][0]).all():
             print("warning: all rewards in this rollout are equal")
-        rounding = 0.3 if args.dtype == "bfloat16" else 1e-3
-        assert stats.get("sampling_logp_difference", 0) < rounding, "sampling is not what we train"
+        difference = stats.get("sampling_logp_difference", 0)
+        limit = 0.3 if args.dtype == "bfloat16" else 1e-3
+        assert difference < limit, f"log-probs of sampling and training differ by {difference:g}"
 
 # ---- CUDA graphs ----
-# Python takes longer to launch the kernels of a token than a GPU to run them. A CUDA graph records
-# the kernels and launches them all at once: at 1.5B on an H100, sampling is 5.1 times faster. It
+# Python takes longer to launch the kernels of a token than a GPU takes to run them. A CUDA graph
+# records them and launches all at once: at 1.5B on an H100, a token takes a fifth of the time. It
 # runs on the same tensors each time, so the cache, which then cannot grow, needs spare columns.
-# Layers with a sliding window cannot be replayed: they count their tokens in Python.
+# Layers with a sliding window cannot be replayed, because they count their tokens in Python.
 class Recorded:
-    """Replaces `read` in `sample` once the prompts are read: replays one graph per token."""
+    """Replaces `read` in `sample` after the prompts are read: records a graph, and replays it."""
     def __init__(self, read, layers):
         self.read, self.layers = read, layers
         self.rows = self.room = 0  # rows in the recording, and columns in its cache
 
     def __call__(self, ids, attention, positions):
         rows, width = attention.shape
-        replay = rows == self.rows and width <= self.room
-        if not replay:
-            # First token, rows dropped or cache full: record anew, with 193 to 256 spare columns.
-            self.rows, self.room = rows, (width // 64 + 4) * 64
-        given = ids, pad(attention, (0, self.room - width)), positions
-        if replay:
-            for recorded, new in zip(self.inputs, given):
-                recorded.copy_(new)
-            self.graph.replay()  # writes self.hidden
-            return self.hidden
+        if rows != self.rows or width > self.room:  # first token, rows dropped, or cache full
+            return self.record(ids, attention, positions)
+        for recorded, new in zip(self.inputs, (ids, attention, positions)):
+            recorded[:, :new.shape[1]] = new
+        self.graph.replay()  # writes self.hidden
+        return self.hidden
+
+    def record(self, ids, attention, positions):
+        self.rows, width = attention.shape
+        self.room = (width // 64 + 4) * 64  # 193 to 256 spare columns
         for i, old in enumerate(self.layers):
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
             self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
-        self.inputs, self.graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
+        self.inputs = ids.clone(), pad(attention, (0, self.room - width)), positions.clone()
+        self.graph = torch.cuda.CUDAGraph()
         # Read once unrecorded, because libraries may allocate memory on their first call.
         hidden = self.read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels without running them
@@ -576,9 +588,9 @@ class Recorded:
 
 # ---- Math answers ----
 # Both answers are rewritten into a canonical form and compared as strings. Numbers become exact
-# fractions, and lists are sorted. There is no algebra and no conversion: 2+3 is not 5, nor is 10%
-# 0.1. A unit at the end is dropped, even if it is a variable: 5 m is 5.
-LONGEST = 600  # characters; longer answers are ignored
+# fractions, and lists are sorted. There is no algebra and no conversion: 2+3 is not 5, and 10% is
+# not 0.1. A unit at the end is dropped, even if it is a variable: 5 m is 5.
+LONGEST = 600  # characters; a longer answer counts as wrong
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
 # Symbols and what they become, in this order.
@@ -592,8 +604,8 @@ RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  #
 # Patterns and their replacements, applied in this order, each with an example.
 REWRITTEN = [
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Yes -> yes, No -> no; but not R, nor CO, which is not Co
-    (r"^(?=.*[a-zA-Z]{3}|no\b|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda it: it[0].lower()),
+    # Words become lowercase: Yes -> yes, No -> no. Without one of three letters, CO is not Co.
+    (r"^(?=.*[a-zA-Z]{3}|no\b|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
@@ -605,7 +617,7 @@ REWRITTEN = [
     (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
     (r"^(?:{([^{}]*)}|\(([^(),]*)\))$", r"\1\2"),  # {1, 2} -> 1, 2; (5) -> 5
     # 1,234 -> 1234; but not 0,125
-    (r"^-?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", lambda number: number[0].replace(",", "")),
+    (r"^-?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", lambda m: m[0].replace(",", "")),
     (r" *([^\d ]) *", r"\1"),  # 1, 2 -> 1,2; but 4 2 is not 42
 ]
 
@@ -627,7 +639,7 @@ def extract_answer(text):
     text, closed, _ = text[start + len(mark):].partition("</answer>")
     if mark == "\\boxed{":
         depths = list(accumulate((c == "{") - (c == "}") for c in text[:LONGEST + 1]))
-        text = text[:depths.index(-1)] if -1 in depths else ""
+        text = text[:depths.index(-1)] if -1 in depths else ""  # up to the mark's own brace
     elif mark == "####":
         text = text.strip().partition("\n")[0]
     elif not closed:

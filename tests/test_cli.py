@@ -72,7 +72,7 @@ def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monk
     with pytest.raises(AssertionError, match="Qwen3ForCausalLM is not supported: log pi is off by 0.002"):
         train(script, QUICK)
     monkeypatch.setattr(common, "check_model", lambda *_: None)
-    with pytest.raises(AssertionError, match="sampling is not what we train"):
+    with pytest.raises(AssertionError, match="log-probs of sampling and training differ by 0.00[12]"):
         train(script, f"{QUICK} --steps 9 --save_every 1")
     assert torch.load("run/state.pt")["step"] == 0
     assert len(train(script, f"{QUICK} --dtype bfloat16", out="rounded")) == 2

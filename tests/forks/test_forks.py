@@ -144,7 +144,7 @@ def test_the_entropy_bonus_by_enumeration(fork):
 
 def test_walk_shows_a_step_of_the_entropy_bonus(fork):
     """The entropy is no part of the pushes: they are those of grpo.py."""
-    flags = ["--device", "cpu", "--dataset", "few.json", "--steps", "1", "--prompts", "2", "--beta", "0"]
+    flags = ["--device", "cpu", "--dataset", "few.json", "--steps", "1", "--prompts", "4", "--beta", "0"]
     seen = [walk.watch(script, script.parse_args(flags)) for script in (fork("entropy"), grpo)]
     one, other = (walk.pushes_of(x, x["logps"][0]) for x in seen)
     torch.testing.assert_close(one, other)

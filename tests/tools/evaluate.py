@@ -38,7 +38,7 @@ def parse_args(argv=None):
     add("--save", help="file to write the completions and their rewards to")
     add("--prompts", type=int, default=32, help="times --group_size: completions sampled at a time")
     add("--group_size", type=int, default=8, help="see --prompts")
-    parser.set_defaults(split=None)
+    parser.set_defaults(split=None, minibatches=1)
     given = parser.parse_known_args(argv)[0]
     run = Path(given.model or common.TOY).resolve().parent / "args.json"
     if run.exists():
