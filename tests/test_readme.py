@@ -21,8 +21,9 @@ import grpo
 import gspo
 import ppo
 
-README, LESSON, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in (
-    "README.md", "tests/lesson/README.md", "tests/forks/README.md", "tests/manual/rewards.md"))
+README, LESSON, RESULTS, FORKS, REWARDS = ((ROOT / path).read_text(encoding="utf-8") for path in (
+    "README.md", "tests/lesson/README.md", "tests/results/README.md", "tests/forks/README.md",
+    "tests/manual/rewards.md"))
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/**/*.md"))]
 
 def same(cells, values):
@@ -51,13 +52,13 @@ def test_one_step_by_hand():
     s = (log_w.sum(1, keepdim=True) / lengths).exp()
     for i, x in (2, group), (4, critic), (6, log_w.exp()), (7, s):
         same([row[i] for row in rows], x.expand(4, 4)[mask > 0])
-    losses = re.search(r"is (\S+) in PPO, (\S+) in GRPO, and.*?= (\S+) in GSPO", LESSON).groups()
-    answers = re.search(r"= (\S+) in PPO and by .*?= (\S+) in GRPO.* = (\S+)\.", LESSON).groups()
+    losses = re.search(r"PPO, -J is (\S+)\. In GRPO, it's (\S+)\. .*/4 = (\S+)\.", LESSON).groups()
+    answers = re.search(r"by (\S+), GRPO by (\S+) .* pushed by (\S+),", RESULTS).groups()  # exercise 6
     for i, (script, adv) in enumerate([(ppo, critic), (grpo, group), (gspo, group)]):
         pushed, loss = pushes(script, log_w.detach(), adv, mask)
         assert [row[8 + i] == "clip" for row in rows] == (pushed[mask > 0] == 0).tolist()
         same([row[8 + i].replace("clip", "0") for row in rows] + [losses[i]], [*pushed[mask > 0], loss])
-        wider, _ = pushes(script, log_w.detach(), adv, mask, eps_high=0.3)  # exercise 6
+        wider, _ = pushes(script, log_w.detach(), adv, mask, eps_high=0.3)
         moved = 4 if script is gspo else 1  # tokens of completion 1
         assert (wider != pushed).nonzero().tolist() == [[0, t] for t in range(moved)]
         same([answers[i]] * moved, wider[0, :moved])

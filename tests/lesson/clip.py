@@ -27,9 +27,10 @@ def main(out):
         for x in (0.5, 0.9, 1.1, 1.5):
             height, push = objective(x, adv)
             axis.plot(x, height, "o", color="C3", markersize=10)
-            axis.annotate(f"push {push:.2g}".replace("-", "−"), (x, height), (6, -26 * adv), color="C3",
-                          textcoords="offset points", va="center")
-        axis.set(title=title, xscale="log", xlim=(0.4, 2.4), xlabel="ratio w, on a log scale")
+            left, side = (6 * adv, "left" if adv > 0 else "right") if push else (0, "center")
+            axis.annotate(f"push {push:.2g}".replace("-", "−"), (x, height), (left, -22), color="C3",
+                          textcoords="offset points", va="center", ha=side)
+        axis.set(title=title, xscale="log", xlim=(0.4, 1.95), xlabel="ratio w, on a log scale", ylabel="J")
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axis.set_xticks([], minor=True)
         axis.margins(y=0.1)
