@@ -48,7 +48,7 @@ def main(args):
     collecting, updating = seconds(
         args, lambda: rollouts.append(grpo.collect(model, reference, tokenizer, problems, reward, args)[0]),
         lambda: grpo.update(model, optimizer, rollouts.pop(), args))
-    print(f"update             {updating:.4g} s", f"step               {collecting + updating:.4g} s", sep="\n")
+    print(f"update             {updating:.4g} s\nstep               {collecting + updating:.4g} s")
 
 if __name__ == "__main__":
     main(grpo.parse_args())
