@@ -1,5 +1,4 @@
 """Each patch applies, computes what its paper says (most: vectors/test_vectors.py), and learns the toy."""
-import math
 import os
 import re
 import shutil
@@ -9,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, full_logprobs, loss_of, newest, random_batch, random_rows, same,
-                      settings, spy, tiny_model, train)
+from conftest import (ROOT, Trainer, full_logprobs, loss_of, random_batch, random_rows, settings, spy,
+                      tiny_model, train)
 from patched import PATCHES, changed_copy, fork, patched_copy  # noqa: F401
-from safetensors.torch import load_file
 
-import common, grpo, test_every_script, walk  # noqa: E401
+import common, grpo, test_every_script  # noqa: E401
 
 pytestmark = pytest.mark.slow
 
@@ -142,13 +140,6 @@ def test_the_entropy_bonus_by_enumeration(fork):
     assert stats["loss"] == pytest.approx(-J.item(), rel=1e-6) and (rollout["adv"] == 0).any()
     assert stats["full_entropy"] == pytest.approx(sum(entropies).item() / len(entropies), rel=1e-6)
 
-def test_walk_shows_a_step_of_the_entropy_bonus(fork):
-    """The entropy is no part of the pushes: they are those of grpo.py."""
-    flags = ["--device", "cpu", "--dataset", "few.json", "--steps", "1", "--prompts", "2", "--beta", "0"]
-    seen = [walk.watch(script, script.parse_args(flags)) for script in (fork("entropy"), grpo)]
-    one, other = (walk.pushes_of(x, x["logps"][0]) for x in seen)
-    torch.testing.assert_close(one, other)
-
 # ---- TPO
 
 def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
@@ -180,16 +171,16 @@ def test_tpos_advantages_of_one_right_completion(expected, fork):
     found = fork("tpo").group_advantages(torch.eye(len(expected))[0], len(expected))
     assert found.tolist() == pytest.approx(expected)
 
-# ---- DAPO and TIS
+# ---- DAPO
 
-def collected(module, monkeypatch, rewards, lengths, logp=1.0, **flags):
-    """The result of `collect` for completions of these lengths and rewards; `logp` is the policy's."""
+def collected(module, monkeypatch, rewards, lengths, **flags):
+    """The result of `collect` for completions of these lengths and rewards."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
     rollout |= {"finished": mask[:, 0] > 0, "completion_length": torch.tensor(lengths)}
     rollout["problems"] = [{"prompt": [i // flags["group_size"]]} for i in range(len(lengths))]
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
-    monkeypatch.setattr(common, "over_batches", lambda _, model, rollout, __: rollout["mask"] * logp)
+    monkeypatch.setattr(common, "over_batches", lambda _, model, rollout, __: rollout["mask"])
     return module.collect(None, None, None, None, lambda *_: rewards, settings(module, **flags))
 
 def test_dapo_leaves_out_groups_that_are_all_right_and_penalizes_length(fork, monkeypatch):
@@ -199,26 +190,6 @@ def test_dapo_leaves_out_groups_that_are_all_right_and_penalizes_length(fork, mo
     rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, group_size=4, max_new_tokens=10)
     assert rollout["rewards"].tolist() == pytest.approx([1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 0.5])
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
-
-@pytest.mark.parametrize("sequence, icepop, low, outside", [
-    (False, False, 0.5, 2), (False, True, 0.5, 3), (True, False, 0.5, 3), (True, True, 0.5, 7),
-    (True, True, 0, 3)])
-def test_tis_weights_a_token_or_a_whole_completion(sequence, icepop, low, outside, fork, monkeypatch):
-    """The second row's product is above 3, but none of its ratios; the third's is below .5; the fourth has
-    ratios outside, but not their product. The last case is TRL's default with vLLM."""
-    ratios = [[1.2, 0.9, 1.1, 1, 1], [1.9, 1.8, 1.7], [0.9, 0.7, 0.8, 0.9], [4, 0.2, 3.5], [1], [9]]
-    logp = torch.ones(6, 5)  # the sampler's log-probs are 1 here
-    for i, row in enumerate(ratios):
-        logp[i, :len(row)] += torch.tensor(row).log()
-    given = {"group_size": 2, "beta": 0.0, "m_low": low, "m_high": 3.0}
-    rollout, stats = collected(fork("tis"), monkeypatch, [1, 0, 1, 0, 1, 1], list(map(len, ratios)), logp,
-                               **given, sequence=sequence, icepop=icepop)
-    for i, row in enumerate(ratios[:4]):
-        A = (0.5 - i % 2) / (math.sqrt(0.5) + 1e-4)
-        weights = [m if low * icepop <= m <= 3 else 0 if icepop else 3
-                   for m in ([math.prod(row)] if sequence else row)]
-        assert (rollout["adv"][i] / A)[:len(weights)].tolist() == pytest.approx(weights)
-    assert stats["outside"] == pytest.approx(outside / 15) and (rollout["adv"][4:] == 0).all()
 
 # ---- LoRA
 
@@ -248,18 +219,6 @@ def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     module.LoRA.on = False
     off = common.token_logprobs(policy, batch, args)
     assert torch.equal(off, common.token_logprobs(base.double(), batch, args)) and not torch.equal(off, one)
-
-def test_lora_resumes_bit_for_bit(fork):
-    """Weights, Adam's moments, adapters. The ten questions come again from the third step on."""
-    module = fork("lora")
-    Path("again.json").write_text("".join(Path("few.json").read_text().splitlines(True)[:10]))
-    flags = "--dataset again.json --prompts 4 --minibatches 2 --eval_problems 1"
-    train(module, f"{flags} --steps 4", out="whole")
-    train(module, f"{flags} --steps 2", out="cut")
-    train(module, "--resume --steps 4", out="cut")
-    one, other = ((torch.load(f"{out}/state.pt") | {"metrics": ""},
-                   load_file(newest(out) / "model.safetensors")) for out in ("whole", "cut"))
-    assert same(one, other) and not same(one[1], load_file(ROOT / "tests" / "toy" / "model.safetensors"))
 
 # ---- GDPO
 
