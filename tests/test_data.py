@@ -100,11 +100,6 @@ def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     known = char_tokenizer(**LOOKS["bos"] | {"eos": "<unk>"})
     assert prepare([{"question": "1 + 1?", "answer": "2"}], known)
 
-def test_a_file_may_have_a_bracket_in_its_name():
-    for name, count in (("f[1].jsonl", 3), ("f1.jsonl", 5)):
-        write_jsonl(name, sums(count))
-    assert len(common.read_dataset("f[1].jsonl")["train"]) == 3
-
 # ---- Answers ----
 
 def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(capsys):
