@@ -29,8 +29,9 @@ def test_what_would_train_nothing_or_something_else_is_refused(script):
     """Flags cannot be abbreviated. A model needs a dataset, and a resumed run needs its own script. At 0, a
     flag would train nothing, and a minibatch needs a group."""
     wrong = "--step 3,--dtype float16,--model x,--minibatches 65 --prompts 64,--temperature -1,--epochs 1.5,"
-    wrong += ",".join(f"--{name} 0" for name in """prompts group_size epochs minibatches micro_batch_tokens
-        max_prompt_tokens max_new_tokens temperature max_grad_norm eval_every eval_problems save_every""".split())
+    numbers = """prompts group_size epochs minibatches micro_batch_tokens max_prompt_tokens max_new_tokens
+        temperature max_grad_norm eval_every eval_problems save_every"""
+    wrong += ",".join(f"--{name} 0" for name in numbers.split())
     wrong += ",--group_size 1,--kl wk3 --beta 0,--ref_every 2 --beta 0" * (script is not ppo)
     for flags in wrong.split(","):
         with pytest.raises(SystemExit):
@@ -121,13 +122,13 @@ def test_the_defaults_of_papers_and_of_results(script):
 @pytest.mark.parametrize("gpu, dtype, low", [
     ("", "float32", 3e-4), ("H100", "bfloat16", 0.01), ("T4", "float32", 3e-4)])
 def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low, monkeypatch):
-    """A T4 only emulates bfloat16, which is several times slower than its float32."""
+    """A T4 only emulates bfloat16, which is several times slower than its float32. Any GPU uses CUDA graphs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpu))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: including_emulation or gpu != "T4")
     args = gspo.parse_args(["--model", "x", "--dataset", "x"])
     assert (args.device, args.dtype, args.eps_low) == ("cuda" if gpu else "cpu", dtype, low)
-    assert args.micro_batch_tokens == (8192 if gpu else 1536)
+    assert args.micro_batch_tokens == (8192 if gpu else 1536) and args.cuda_graphs == bool(gpu)
     args = gspo.parse_args("--dtype bfloat16 --eps_low 0.007 --eps_high 0.008".split())
     assert (args.eps_low, args.eps_high) == (0.007, 0.008)
 
@@ -136,7 +137,8 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
 @every_main
 def test_no_two_steps_of_any_seeds_share_noise_or_all_problems(script, spread, monkeypatch):
     """With seed + step, neighboring seeds would share 19 of 20 random streams; with 1000 seed + step, runs of
-    more than 1000 steps would share some. All evaluations of a run use the same one (before them, load_policy samples from two prompts)."""
+    more than 1000 steps would share some. All evaluations of a run use the same one. (Before them, load_policy
+    samples from two prompts.)"""
     real, seen = common.generate, {1: [], 2: []}  # by group_size, which is 1 in evaluations
     monkeypatch.setattr(common, "generate", lambda *given: (
         seen[given[3]].append((torch.initial_seed(), str(given[2]))) or real(*given)))

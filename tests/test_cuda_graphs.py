@@ -85,9 +85,3 @@ def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch):
     model.generation_config.eos_token_id = 1
     generate(model, [[5, 6, 7], [9]], 1, 9)
     assert bool(recordings) == (not config)
-
-def test_graphs_are_on_by_default_on_a_gpu():
-    for flags, on in (([], True), (["--no-cuda_graphs"], False), (["--device", "cpu"], False)):
-        flags = ["--model", "m", "--dataset", "d", "--device", "cuda", *flags]
-        args = grpo.parse_args(flags)
-        assert args.cuda_graphs == on
