@@ -101,12 +101,6 @@ def test_3_clip_table(script, A, push):
     pi = [[0.2], [0.36], [0.4], [0.44], [0.6]]
     near(objective(script, CLIP, pi, [[0.4]] * 5, [[A]] * 5)[1][:, 0], push)
 
-@pytest.mark.parametrize("A, J, push", [(1, 1.1, 0), (-1, -1.105209, -0.368403)])
-def test_3_gspo_clips_a_whole_completion(A, J, push):
-    """The ratio s = 1.105209 is above 1.1. With A = 1, J is 1.1, and no token is pushed, not even that with
-    w = .9. With A = -1 the min takes -s, and every token is pushed by -s/3, which brings s back."""
-    near(objective(gspo, (0.3, 0.1), *COMPLETION, [[A]]), (J, [[push] * 3]))
-
 # --- (4) KL
 def test_4_ppo_puts_the_penalty_into_the_reward():
     """With beta .1 and pi_old/pi_ref = 2, 1, 1/2 the rewards of the tokens are -.1 ln 2 = -.069315, 0 and

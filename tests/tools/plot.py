@@ -20,7 +20,6 @@ PANELS = {"eval_accuracy": "held-out accuracy", "completion_length": "completion
           "reward": "reward in training", "clip_frac": "fraction of tokens clipped",
           "kl": "KL to the reference (nats per token)", "entropy": "entropy (nats per token)",
           "explained_variance": "explained variance of the critic"}
-CLIP_TICKS = [0, .001, .01, .1, 1]
 
 def read(path):
     """Read runs into a table with the columns run, seed, step, and numbers."""
@@ -59,7 +58,7 @@ def draw(panels, out):
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
         if key == "clip_frac":  # one script clips a token in a thousand, another half of them
             axis.set_yscale("symlog", linthresh=0.001)
-            axis.set_yticks(CLIP_TICKS, CLIP_TICKS)
+            axis.set_yticks([0, .001, .01, .1, 1], [0, .001, .01, .1, 1])
         axis.set_title(title)
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.grid(alpha=0.3)
