@@ -29,6 +29,8 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(tokens):
     assert sorted(seen) == list(range(23))
     total = (batch["prompt_length"] + batch["completion_length"])[seen].tolist()
     assert total == sorted(total, reverse=True)  # so there is little padding
+    parts = [part["row"].tolist() for part in common.minibatches(batch | {"ids": batch["ids"][:21]}, 4, 3)]
+    assert sum(parts, []) == list(range(21)) and [len(part) for part in parts] == [6, 6, 6, 3]  # whole groups
 
 @pytest.mark.parametrize("script", [grpo, gspo])
 def test_rows_without_a_gradient_are_skipped(script, monkeypatch):

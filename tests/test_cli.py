@@ -122,7 +122,7 @@ def test_the_defaults_of_papers_and_of_results(script):
 @pytest.mark.parametrize("gpu, dtype, low", [
     ("", "float32", 3e-4), ("H100", "bfloat16", 0.01), ("T4", "float32", 3e-4)])
 def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low, monkeypatch):
-    """A T4 only emulates bfloat16, which is several times slower than its float32. Any GPU uses CUDA graphs."""
+    """A T4 only emulates bfloat16, which is several times slower than its float32. All GPUs use graphs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpu))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: including_emulation or gpu != "T4")
@@ -137,8 +137,8 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
 @every_main
 def test_no_two_steps_of_any_seeds_share_noise_or_all_problems(script, spread, monkeypatch):
     """With seed + step, neighboring seeds would share 19 of 20 random streams; with 1000 seed + step, runs of
-    more than 1000 steps would share some. All evaluations of a run use the same one. (Before them, load_policy
-    samples from two prompts.)"""
+    more than 1000 steps would share some. All evaluations of a run use the same one. (Before them,
+    load_policy samples from two prompts.)"""
     real, seen = common.generate, {1: [], 2: []}  # by group_size, which is 1 in evaluations
     monkeypatch.setattr(common, "generate", lambda *given: (
         seen[given[3]].append((torch.initial_seed(), str(given[2]))) or real(*given)))
