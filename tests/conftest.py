@@ -184,11 +184,6 @@ def spread(monkeypatch):
         return [zlib.crc32(text.encode()) % 9973 / 9973 for text in completions]
     monkeypatch.setattr(common, "answer_reward", by_text)
 
-def newest(out="run"):
-    """The newest checkpoint of a run, which left nothing half-written."""
-    assert not Path(out, "temporary.pt").exists()
-    return max(Path(out).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
 
 def call(function, given):

@@ -55,8 +55,7 @@ class Recording(TorchDispatchMode):
     ("float32", 512, [1] * 4, 6, [(8, 256)]),  # a prompt of one token looks like a drawn one
     ("float32", 512, [1] * 2, 300, [(4, 256), (4, 512), (1, 512)]),  # full, then rows dropped
     ("float32", 512, [300, 7], 220, [(4, 512), (4, 768)])])  # longer than what a recording adds
-def test_replayed_graphs_write_what_single_calls_do(
-        dtype, vocab_size, lengths, T, expected, monkeypatch):
+def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, T, expected, monkeypatch):
     """The log-probs are those of the training pass. Graphs are recorded for the first token, for fewer rows
     and for a full cache: `expected` lists their rows and columns. The model runs on the prompts, and twice
     per recording. Keys have the dtype of the values; otherwise they would take twice the memory."""
@@ -85,9 +84,3 @@ def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch):
     model.generation_config.eos_token_id = 1
     generate(model, [[5, 6, 7], [9]], 1, 9)
     assert bool(recordings) == (not config)
-
-def test_graphs_are_on_by_default_on_a_gpu():
-    for flags, on in (([], True), (["--no-cuda_graphs"], False), (["--device", "cpu"], False)):
-        flags = ["--model", "m", "--dataset", "d", "--device", "cuda", *flags]
-        args = grpo.parse_args(flags)
-        assert args.cuda_graphs == on

@@ -100,11 +100,6 @@ def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     known = char_tokenizer(**LOOKS["bos"] | {"eos": "<unk>"})
     assert prepare([{"question": "1 + 1?", "answer": "2"}], known)
 
-def test_a_file_may_have_a_bracket_in_its_name():
-    for name, count in (("f[1].jsonl", 3), ("f1.jsonl", 5)):
-        write_jsonl(name, sums(count))
-    assert len(common.read_dataset("f[1].jsonl")["train"]) == 3
-
 # ---- Answers ----
 
 def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(capsys):
@@ -184,12 +179,9 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
         assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
         assert own.count(tokenizer.bos_token_id) == (look != "chatml")
 
-def test_a_question_may_be_a_number_or_have_parts_and_no_prompt_ends_with_an_eos_or_is_empty():
-    """A number also if the template joins strings with +, as Qwen2.5's does. Some tokenizers append the EOS,
-    after which a base model has nothing to say. An empty prompt has no state to sample from."""
-    tokenizer = char_tokenizer(chat="{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
-    problem, = prepare([{"question": 12, "answer": "1"}], tokenizer)
-    assert problem["question"] == "12" and tokenizer.decode(problem["prompt"]) == "12\n"
+def test_no_prompt_ends_with_an_eos_or_is_empty():
+    """Some tokenizers append the EOS, after which a base model has nothing to say. An empty prompt has no
+    state to sample from."""
     ending = char_tokenizer()
     ending.bos_token = None
     ending.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -197,10 +189,6 @@ def test_a_question_may_be_a_number_or_have_parts_and_no_prompt_ends_with_an_eos
     chat = [turn("system", "Add."), turn("user", "1 + 1?")]
     problem, = prepare([{"question": chat, "answer": "2"}], ending)
     assert ending.decode(problem["prompt"]) == "Add.\n1 + 1?\n"
-    parts = [turn("user", [{"type": "text", "text": "1 + 1?"}])]  # as models with images have it
-    problem, = prepare([{"question": parts, "answer": "2"}], char_tokenizer(
-        chat="{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}"))
-    assert tokenizer.decode(problem["prompt"]) == "1 + 1?" in problem["question"]
     wordless = char_tokenizer(chat="{% if messages[0]['content'] != '?' %}.{% endif %}")
     rows = [{"question": "?", "answer": "2"}, {"question": "1 + 1?", "answer": "2"}]
     assert questions(prepare(rows, wordless)) == ["1 + 1?"]

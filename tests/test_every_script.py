@@ -1,10 +1,7 @@
 """What holds for every objective, tested on every script next to common.py: copy grpo.py, edit its objective,
 and these tests run on your copy, too. They call its functions by the names of their parameters. A copy may
-mask out some of the tokens. Groups have four completions, and nearly all of their rewards differ. If your
-copy needs flags of its own here, or rewards of 0 and 1, define in it, for example:
-
-    TEST_FLAGS = {"k": 1}
-    TEST_REWARD = "right or wrong"
+mask out some of the tokens. Groups have four completions, and nearly all of their rewards differ. TEST_FLAGS
+and TEST_REWARD in a copy change that: see tests/forks/README.md.
 """
 import importlib
 import math
@@ -16,7 +13,7 @@ from conftest import (ROOT, TINY, Trainer, call, count_t3, full_logprobs, holes,
 
 import common
 
-SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") 
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py")
                  if "\ndef policy_loss(" in path.read_text(encoding="utf-8"))
 OPTIONS = {"grpo": [{}, {"kl": "wk3"}], "gspo": [{}, {"beta": 0.3, "kl": "wk3"}, {"token_level": True}]}
 VARIANTS = [(name, options) for name in SCRIPTS for options in OPTIONS.get(name, [{}])]  # of policy_loss

@@ -4,8 +4,7 @@ import types
 
 import pytest
 import torch
-from conftest import (full_logprobs, holes, make_batch, random_batch, save_tiny, settings, spy,
-                      tiny_model)
+from conftest import full_logprobs, holes, make_batch, random_batch, save_tiny, settings, spy, tiny_model
 
 import common
 import grpo
@@ -26,8 +25,7 @@ def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temper
     batch = random_batch(7, seed=1)
     batch["ids"][0, :3], batch["ids"][1, 0] = torch.tensor([1, 0, 1]), 0
     batch["mask"] = holes(batch["mask"])
-    logp = common.token_logprobs(model, batch, settings(grpo, temperature=temperature),
-                                 chunk=chunk * 64)
+    logp = common.token_logprobs(model, batch, settings(grpo, temperature=temperature), chunk=chunk * 64)
     expected = full_logprobs(model, batch, temperature)
     push, weights = torch.randn(logp.shape, dtype=torch.float64), list(model.parameters())
     close = 1e-8 if kind in ("qwen2", "gpt2") else 1e-6  # some norms are in float32 whatever the dtype

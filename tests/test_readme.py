@@ -1,6 +1,5 @@
 """The lesson's numbers, computed by the scripts; the links, commands, and examples of all pages."""
 import inspect
-import itertools
 import json
 import math  # noqa: F401  (for eval)
 import re
@@ -128,18 +127,6 @@ def test_links_and_commands(page):
         flags = re.sub(r"--(device \S+|resume|\w+ (\$\w+|[A-Z]\b))|\"\$\S+", "", flags)
         sys.modules[name].parse_args(shlex.split(flags))
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_line_of_a_page_becomes_a_list_by_chance(page):
-    """A wrapped line that begins with "- " would be a list item. That is why a paragraph is one line."""
-    def kind(line):
-        mark = re.match(r" *([-+*] |\d+[.)] |[|#<>]|$)", line)
-        return mark[1][-1:] if mark else "a paragraph"
-    text = (ROOT / page).read_text(encoding="utf-8")
-    text = re.sub(r"\A---.*?---\n|^ *```.*?^ *```$", "", text, flags=re.M | re.S)
-    for before, line in itertools.pairwise(text.splitlines()):
-        assert kind(line) == "" or kind(before) in ("", "#") or kind(before) == kind(line) in (" ", "|"), line
-        assert line.count("$`") == line.count("`$"), line
-
 def test_the_test_of_equations_that_is_shown(monkeypatch):
     """It passes on a copy of grpo.py, and fails if the denominator is different."""
     code, = re.findall(r"^```python\n(.*?)^```", FORKS, re.S | re.M)
@@ -152,20 +139,16 @@ def test_the_test_of_equations_that_is_shown(monkeypatch):
     with pytest.raises(AssertionError):
         names["test_my_equations"]()
 
-def test_the_rewards_that_are_shown(tmp_path, monkeypatch):
-    """math_verify is not required, so it is a stand-in; the reward model is tiny, with a chat template."""
+def test_the_reward_model_that_is_shown(tmp_path):
+    """The reward model, with a tiny one. (math_verify, which the other needs, is not required here.)"""
     torch.manual_seed(0)
     config = tiny_config("qwen3", 104, num_labels=1, initializer_range=0.5, num_hidden_layers=1)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     tokenizer = char_tokenizer(chat=CHATML, eos="<|im_end|>", bos=True)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    names, stand_in = {"common": common}, types.SimpleNamespace(parse=lambda x: x[-3:], verify=str.__eq__)
-    monkeypatch.setitem(sys.modules, "math_verify", stand_in)
-    for code in re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M):
-        exec(code.replace("path/or/hub-name", str(tmp_path)), names)
-    problems = [{"question": "2 + 3?", "answer": "5"}, {"question": "1 + 1?", "answer": r"so \boxed{2}"}]
-    texts = [r"It is \boxed{5}", r"\boxed{3}"]
-    assert names["math_verified"](problems, texts) == [1, 0]
+    names, problems, texts = {}, [{"question": "2 + 3?"}, {"question": "1 + 1?"}], ["It is 5", "3"]
+    code = re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M)[-1]
+    exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     for reward, problem, text in zip(names["judged"](problems, texts), problems, texts, strict=True):
         chat = f"<|im_start|>user\n{problem['question']}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
         ids = tokenizer(chat, return_tensors="pt", add_special_tokens=False)["input_ids"]

@@ -47,8 +47,7 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
     assert all(Path("run", name, "model.safetensors").exists() for name in ("step-9", "step-11"))
     assert torch.load("run/state.pt")["step"] == 11
 
-@pytest.mark.parametrize("every", [2, 100])
-def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, spread, monkeypatch):
+def test_an_interrupted_run_goes_on_from_its_checkpoint(spread, monkeypatch):
     """A kill may also leave half a checkpoint, too many rows, and half of the last row. Also in bfloat16."""
     flags = f"{TINY} --system_prompt '' --prompts 3 --warmup_steps 9 --eval_every 1 --dtype bfloat16"
     flags += " --steps 3"
@@ -56,7 +55,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_or_begins_anew(every, sp
     whole = train(grpo, flags, out="whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(grpo, "collect", lambda *args: (killed if next(count) == 3 else real)(*args))
-        train(grpo, f"{flags} --save_every {every}", out="part")
+        train(grpo, f"{flags} --save_every 2", out="part")
     Path("part/temporary.pt").write_text("half")
     with open("part/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "reward": 99}\n{"step": 4, "rew')

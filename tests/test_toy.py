@@ -31,8 +31,7 @@ def test_the_problems_are_what_make_py_makes_with_right_steps_and_answers(monkey
             f"{value(text[:end])}{text[end:end + 2]}={value(text[:end + 2])}" for end in ends]
     assert len({row["question"] for row in rows}) == len(rows) == 14520
 
-@pytest.mark.parametrize("flags, steps", [
-    ({"prompts": 2}, 3), ({"prompts": 16}, 1), ({"prompts": 2, "epochs": 2, "steps": 5}, 5)])
+@pytest.mark.parametrize("flags, steps", [({"prompts": 16}, 1), ({"prompts": 2, "epochs": 2, "steps": 5}, 5)])
 def test_sft_trains_every_solution_to_its_end(flags, steps, here, monkeypatch):
     """Including the EOS, or the model would never stop. Six rows are fewer than --prompts 16."""
     import sft

@@ -16,13 +16,11 @@ def patched_copy(name, folder):
     subprocess.run(["patch", "-s", "-F0", "-o", path, ROOT / "grpo.py", PATCHES[name]], check=True)
     return path
 
-def changed_copy(*pairs, source=ROOT / "grpo.py"):
-    """A script as a module, named `mine`, with the first text of each pair replaced by the second."""
-    text = source.read_text(encoding="utf-8")
-    for old, new in pairs:
-        assert old in text, f"the script has no {old!r} any more"
-        text = text.replace(old, new)
-    Path("mine.py").write_text(text, encoding="utf-8")
+def changed_copy(old, new):
+    """grpo.py as a module, named `mine`, with `old` replaced by `new`."""
+    text = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    assert old in text, f"grpo.py has no {old!r} any more"
+    Path("mine.py").write_text(text.replace(old, new), encoding="utf-8")
     sys.modules["mine"] = module_of(Path("mine.py"))
     return sys.modules["mine"]
 

@@ -14,21 +14,19 @@ def objective(w, adv, eps=0.2):
     loss, _ = ppo.policy_loss(logp, 0 * one, adv * one, one, eps, eps)
     return -loss.item(), 0 - torch.autograd.grad(loss, logp)[0].item()
 
-def main(out):
-    import matplotlib
-    matplotlib.use("Agg")  # a file, no window
+if __name__ == "__main__":
     from matplotlib import pyplot
     pyplot.rcParams["font.size"] = 16
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6))
-    ticks, w = [0.5, 0.8, 1, 1.2, 1.5], [math.exp(i / 100) for i in range(-90, 65)]
+    ticks, ratios = [0.5, 0.8, 1, 1.2, 1.5], [math.exp(i / 100) for i in range(-90, 65)]
     for axis, adv, title in zip(axes, (1, -1), ("A = 1: a good token", "A = −1: a bad token")):
-        axis.plot(w, [x * adv for x in w], "--", color="gray", label="w A: no clip")
-        axis.plot(w, [objective(x, adv)[0] for x in w], linewidth=3, label="J: with the clip")
-        for x in (0.5, 0.9, 1.1, 1.5):
-            height, push = objective(x, adv)
-            axis.plot(x, height, "o", color="C3", markersize=10)
+        axis.plot(ratios, [w * adv for w in ratios], "--", color="gray", label="w A: no clip")
+        axis.plot(ratios, [objective(w, adv)[0] for w in ratios], linewidth=3, label="J: with the clip")
+        for w in (0.5, 0.9, 1.1, 1.5):
+            height, push = objective(w, adv)
+            axis.plot(w, height, "o", color="C3", markersize=10)
             left, side = (6 * adv, "left" if adv > 0 else "right") if push else (0, "center")
-            axis.annotate(f"push {push:.2g}".replace("-", "−"), (x, height), (left, -22), color="C3",
+            axis.annotate(f"push {push:.2g}".replace("-", "−"), (w, height), (left, -22), color="C3",
                           textcoords="offset points", va="center", ha=side)
         axis.set(title=title, xscale="log", xlim=(0.4, 1.95), xlabel="ratio w, on a log scale", ylabel="J")
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -37,7 +35,4 @@ def main(out):
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left" if adv > 0 else "lower left")
     figure.tight_layout(pad=1.5)
-    figure.savefig(out, dpi=80)
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    figure.savefig(sys.argv[1], dpi=80)

@@ -91,8 +91,7 @@ def main(args):
     result = {"model": args.model, "dataset": args.dataset, "split": split, "problems": len(problems)}
     if args.answer_column:
         result["accuracy"] = mean_and_error(found["accuracy"])
-    if args.answer_column and n > 1:
-        result[f"pass@{n}"] = mean_and_error(right.amax(1).tolist())
+        result |= {f"pass@{n}": mean_and_error(right.amax(1).tolist())} if n > 1 else {}
     result["reward"] = mean_and_error(rewards.mean(1).tolist())
     result["length"] = round(sum(lengths) / len(lengths), 2)
     if args.compare:

@@ -20,8 +20,6 @@ PANELS = {"eval_accuracy": "held-out accuracy", "completion_length": "completion
           "reward": "reward in training", "clip_frac": "fraction of tokens clipped",
           "kl": "KL to the reference (nats per token)", "entropy": "entropy (nats per token)",
           "explained_variance": "explained variance of the critic"}
-LOGIT_TICKS = [.01, .1, .2, .3, .5, .7, .8, .9, .95, .98, .99, .999]
-CLIP_TICKS = [0, .001, .01, .1, 1]
 
 def read(path):
     """Read runs into a table with the columns run, seed, step, and numbers."""
@@ -37,17 +35,14 @@ def curve(runs, key):
     found = runs.groupby("step")[key].agg(["mean", "min", "max", "count"])
     return found[found["count"] == max(1, found["count"].max())]
 
-def join(found):
-    """Make one table of (path, table). If a run repeats, the names of the folders come in front."""
-    for _ in range(2):
-        runs = [run for _, table in found for run in set(zip(table["run"], table["seed"]))]
-        if len(runs) == len(set(runs)):
-            return pandas.concat(table for _, table in found)
-        found = [(path, table.assign(run=path.resolve().parent.name + "/" + table["run"]))
-                 for path, table in found]
-    sys.exit("plot.py: two of these runs have the same name and seed; rename one")
+def join(tables):
+    """Make one table. If a run were in two of them, both would go into one line."""
+    runs = [run for table in tables for run in set(zip(table["run"], table["seed"]))]
+    if len(runs) > len(set(runs)):
+        sys.exit("plot.py: two of these runs have the same name and seed; rename one")
+    return pandas.concat(tables)
 
-def draw(panels, logit, out):
+def draw(panels, out):
     """Draw panels (title, quantity, table), with one line per name in the column run."""
     import matplotlib
     matplotlib.use("Agg")  # a file, no window
@@ -61,11 +56,9 @@ def draw(panels, logit, out):
             axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
                       markersize=size / 3, linewidth=size / 6, label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
-        if logit or key == "clip_frac":  # one script clips a token in a thousand, another half of them
-            axis.set_yscale("logit") if logit else axis.set_yscale("symlog", linthresh=0.001)
-            axis.yaxis.set_major_locator(ticker.FixedLocator(LOGIT_TICKS if logit else CLIP_TICKS))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_locator(ticker.NullLocator())
+        if key == "clip_frac":  # one script clips a token in a thousand, another half of them
+            axis.set_yscale("symlog", linthresh=0.001)
+            axis.set_yticks([0, .001, .01, .1, 1], [0, .001, .01, .1, 1])
         axis.set_title(title)
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.grid(alpha=0.3)
@@ -81,7 +74,6 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory or .csv")
     parser.add_argument("--out", required=True, metavar="FILE.png", help="picture to write")
     parser.add_argument("--of", metavar="QUANTITY", help=f"draw only one, such as {list(PANELS)[0]}")
-    parser.add_argument("--logit", action="store_true", help="spread out fractions near 0 and 1")
     args = parser.parse_args(argv)
     shown = {args.of: PANELS.get(args.of, args.of)} if args.of else PANELS
     tables = {}  # tables that share panels, by the start of their titles
@@ -91,11 +83,11 @@ def main(argv=None):
             print(f"plot.py: {path} is left out: it has no {args.of or 'such numbers'}", file=sys.stderr)
             continue
         name = path.stem.replace("_", " ") + ": " if args.of and path.suffix == ".csv" else ""
-        tables.setdefault(name, []).append((path, table))
+        tables.setdefault(name, []).append(table)
     tables = {name: join(found) for name, found in tables.items()}
     panels = [(name + title, key, table) for name, table in tables.items()
               for key, title in shown.items() if key in table]
-    draw(panels, args.logit, args.out)
+    draw(panels, args.out)
     for title, key, table in panels:
         if key == (args.of or "eval_accuracy"):
             print(f"{title} at the end, mean ± standard deviation over seeds")

@@ -1,4 +1,4 @@
-"""Watch one training step in the terminal: completions, their advantages and pushes, and how log-probs move.
+"""Watch one training step in the terminal: completions, their advantages, and their pushes.
 
     python tests/tools/walk.py --script ppo --after 8
 
@@ -20,12 +20,11 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
 
-SCREENS = {"completions and pushes": """You see {} of the step's {} completions, before the first and the last
-of {} optimizer steps. The advantage is the completion's, or for PPO the mean of its tokens'. The push of a
-token is N dJ/dlog pi, without the KL or an entropy bonus: how much J gains as its log-prob rises. ▲ and △
-are strong and weak pushes up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage is 0.
-↵ is a line break, ∎ the end.""", "log-probs": """For two completions you see the five tokens that moved furthest: the log-prob
-before the update, then the log-prob and the ratio after a step. The ratio of the mean is the s of GSPO."""}
+LEGEND = """You see {} of the step's {} completions, before the first and the last of {} optimizer steps. The
+advantage is the completion's, or for PPO the mean of its tokens'. The push of a token is N dJ/dlog pi,
+without the KL or an entropy bonus: how much J gains as its log-prob rises. ▲ and △ are strong and weak pushes
+up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage is 0. ↵ is a line break, ∎ the
+end."""
 
 def watch(script, args):
     """Run main. Returns what update was given in the last step, eight rows whose rewards differ, and the
@@ -87,20 +86,6 @@ def pushed(seen):
         lines += [label + "".join(tokens), " " * len(label) + below]
     return lines
 
-def moved(seen):
-    """Lines of log-probs and ratios, for tokens of the completions with the highest and lowest reward."""
-    count, rewards, lines = len(seen["logps"]) - 1, seen["rows"]["rewards"], []
-    steps = range(count, 0, -count // 4)[::-1]  # at most four, including the last
-    for i in (rewards.argmax().item(), rewards.argmin().item()):
-        tokens = tokens_of(seen, i)
-        logps = torch.stack([logp[i, :len(tokens)] for logp in seen["logps"]])  # (steps + 1, |o|)
-        furthest = (logps[-1] - logps[0]).abs().argsort(descending=True)[:5].sort().values.tolist()
-        rows = [(f"{t + 1:3} {tokens[t][:6]}", logps[:, t]) for t in furthest] + [("mean", logps.mean(1))]
-        after = "".join(f"{f'after step {k}':>15}" for k in steps)
-        lines += ["".join(tokens)[:80], f"  token    before{after}", *(f"{name:10}{logp[0]:7.3f}" + "".join(
-            f" {logp[k]:7.3f} {(logp[k] - logp[0]).exp():6.3f}" for k in steps) for name, logp in rows)]
-    return lines
-
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
@@ -113,8 +98,7 @@ def main(argv=None):
     if len(seen["rows"]["rewards"].unique()) == 1:
         sys.exit("all completions have the same reward: try another --after or --seed")
     counts = len(seen["questions"]), len(seen["rollout"]["ids"]), len(seen["logps"]) - 1
-    for (title, text), lines in zip(SCREENS.items(), (pushed(seen), moved(seen))):
-        print(f"\n---- {title + ' ':-<75}", textwrap.fill(text.format(*counts), 80), "", *lines, sep="\n")
+    print("", textwrap.fill(LEGEND.format(*counts), 80), "", *pushed(seen), sep="\n")
 
 if __name__ == "__main__":
     main()

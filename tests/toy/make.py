@@ -1,9 +1,7 @@
 """Make the toy: sums to solve, and a small model with two habits of answering them, explained in README.md.
-DIR becomes a Hugging Face model directory and dataset directory in one.
 
-    python tests/toy/make.py [--out DIR]    under a minute; without --out, remakes the files next to it
+    python tests/toy/make.py    makes the files next to it again, in under a minute
 """
-import argparse
 import json
 import random
 import sys
@@ -82,16 +80,12 @@ def warm_up(model, tokenizer, problems):
     sft.train(model, optimizer, batches, every=100)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make the toy again.")
-    parser.add_argument("--out", type=Path, default=HERE, help="default: %(default)s")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
     problems = make_problems()
     for split, rows in problems.items():
         lines = [json.dumps(row) + "\n" for row in rows]
-        (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        (HERE / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
     torch.set_num_threads(1)  # a second one does not help with matrices this small
     model, tokenizer = make_model()
     warm_up(model, tokenizer, problems["train"])
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    model.save_pretrained(HERE)
+    tokenizer.save_pretrained(HERE)

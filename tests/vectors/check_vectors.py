@@ -1,9 +1,6 @@
 """The equations of ppo.py, grpo.py and gspo.py as plain loops over numbers. They make vectors.json.
 
-    python tests/vectors/check_vectors.py    computes vectors.json again; `git diff` shows what changed
-
-vectors.json holds two batches, drawn at random once, and cases, which are named settings. Everything else is
-computed here, so to add a case, write its settings into the file and run the command.
+    python tests/vectors/check_vectors.py    computes vectors.json again, from its batches and named settings
 
 A completion is a list with one number per token, so no equation here needs a mask. Nor do gradients need
 calculus: for h = 1e-20, f(x + ih) is f(x) + ih f'(x), so if we add ih to one log-prob, the imaginary part of
@@ -51,9 +48,8 @@ def whiten(rows):
     return [[(x - mean) / std for x in row] for row in rows]
 
 def ratio(kind, log_w, t):
-    """(2): w_t = pi/pi_old; (5) of gspo.py: s, without and with --token_level"""
-    w, s = exp(log_w[t]), exp(sum(log_w) / len(log_w))
-    return {"token": w, "sequence": s, "sequence_token": s.real * w / w.real}[kind]
+    """(2): w_t = pi/pi_old; (5) of gspo.py: s"""
+    return exp(log_w[t]) if kind == "token" else exp(sum(log_w) / len(log_w))
 
 def gain(case, log_w, t, A, logp):
     """(3): min(w_t A, clip(w_t, 1 - eps_low, 1 + eps_high) A), or what a fork has instead"""
@@ -76,11 +72,11 @@ def correction(case, log_m, t):
 
 def share(case, i, b):
     """The weight of a token of completion i in J. In (3) it is 1/N 1/|o_i|."""
-    mean, lengths, N, G, r = case["mean"], b["lengths"], len(b["lengths"]), b["group_size"], b["rewards"]
-    if mean == "group":  # the mean over the tokens of a question, then over the mixed questions
+    lengths, N, G, r = b["lengths"], len(b["lengths"]), b["group_size"], b["rewards"]
+    if case["mean"] == "group":  # the mean over the tokens of a question, then over the mixed questions
         mixed = [max(r[j:j + G]) > min(r[j:j + G]) for j in range(0, N, G)]
         return mixed[i // G] / sum(mixed) / sum(lengths[i - i % G:][:G])
-    return 1 / {"row": N * lengths[i], "token": sum(lengths), "constant": N * case.get("T_max", 1)}[mean]
+    return 1 / N / (lengths[i] if case["mean"] == "row" else case["T_max"])
 
 def policy_loss(case, i, logp, b, A):
     """(3): what completion i adds to -J if its log-probs are `logp`"""
@@ -115,8 +111,6 @@ def fill(vectors):
         b = part["batch"]
         part["advantages"] = A = {kind: group_advantages(b["rewards"], b["group_size"], kind)
                                   for kind in ("grpo", "dr_grpo", "rloo")}
-        A["per_token"] = [[0.9 ** (n - t) * a for t in range(1, n + 1)]
-                          for a, n in zip(A["grpo"], b["lengths"])]
         log_w = [[new - old for new, old in zip(*rows)] for rows in zip(b["logp"], b["old_logp"])]
         part["ratios"] = {"token": [[exp(x) for x in row] for row in log_w],
                           "sequence": [ratio("sequence", row, 0) for row in log_w]}
