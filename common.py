@@ -346,7 +346,9 @@ def check_model(model, tokenizer, args):
     args = argparse.Namespace(**(vars(args) | changes))
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (16, 3)]
+    stop, model.generation_config.eos_token_id = model.generation_config.eos_token_id, -1  # no end
     rollout = generate(model, tokenizer, problems, 1, args)
+    model.generation_config.eos_token_id = stop
     ids, training = rollout["ids"], token_logprobs(model, rollout, args)
     logits = model.eval()(ids, use_cache=False).logits.float()  # (2, C, K)
     model.train()
