@@ -403,7 +403,7 @@ def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts with "question" as a string, "prompt" as ids, "answer" (a
     string if --answer_column is set), and all other columns. In a row, a question is a string, or
     a chat that ends with the user's message. Rows that cannot be used are dropped."""
-    problems = []
+    problems, chats = [], []
     for row in split.to_list():
         # None and nan (the x != x) become "".
         row = {"answer": ""} | {k: "" if x is None or x != x else x for k, x in row.items()}
@@ -419,12 +419,17 @@ def prepare(split, tokenizer, args):
             # The grader must accept it. JSON reads "\frac" as a form feed, unprintable, and "rac".
             usable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer)
         question = str(chat[-1]["content"])
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2
+        if question and usable:
+            problems.append(row | {"question": question, "answer": answer})
+            chats.append(chat)
+    if not chats:
+        return []
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2
+    for problem, prompt in zip(problems, prompts):
         assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
-        if question and usable and 0 < len(prompt) <= args.max_prompt_tokens:
-            problems.append(row | {"question": question, "answer": answer, "prompt": prompt})
-    return problems
+        problem["prompt"] = prompt
+    return [problem for problem in problems if 0 < len(problem["prompt"]) <= args.max_prompt_tokens]
 
 def batch_of(problems, step, count, seed):
     """Return the `count` problems of a step. Imagine one endless list, in which all problems follow
