@@ -190,10 +190,8 @@ def call(function, given):
     """Call a function with what the names of its parameters ask for; numbers come from the args."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
-        pytest.fail(f"{function.__name__} asks for `{name}`. A tensor of policy_loss: let collect put it "
-                    "into rollout, and add it to random_rows in tests/conftest.py, or let update make it. Of "
-                    "collect or update: add it to Trainer there, or give the copy a class (my_tracker: "
-                    "MyTracker).", pytrace=False)
+        pytest.fail(f"{function.__name__} asks for `{name}`: see `The tests of your own copy` in "
+                    "tests/forks/README.md", pytrace=False)
     return function(*(given[name] for name in asked))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
@@ -218,17 +216,14 @@ def count_t3(problems, completions):
     """Different for almost every completion, and highest for t3."""
     return [text.count("t3") + len(text) / 100 for text in completions]
 
-def flat_gradient(model):
-    """The gradients of a model's weights as one vector, 0 where a weight has none."""
-    return torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
-
 class Recorder:
     """Stands in for common.Optimizer: records the gradient of every step and changes no weights."""
     def __init__(self, model):
         self.model, self.gradients = model, []
 
     def clip_and_step(self):
-        self.gradients.append(flat_gradient(self.model))
+        parts = [(p * 0 if p.grad is None else p.grad).flatten() for p in self.model.parameters()]
+        self.gradients.append(torch.cat(parts).detach())
         self.model.zero_grad()
         return {}
 

@@ -35,7 +35,6 @@ def right_or_wrong(script):
     return getattr(script, "TEST_REWARD", None) == "right or wrong"
 
 def known(script, **flags):
-    """The flags that the script has."""
     return {name: value for name, value in flags.items() if name in settings(script)}
 
 def watched_update(trainer, monkeypatch):
@@ -181,7 +180,7 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
             trainer.collect()
 
 def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
-    """Group 5 gets eight more tokens; the rewards stay. A copy may choose rows, reorder them, and whiten."""
+    """Group 5 gets eight more tokens; the rewards stay. A copy may leave out rows, and whiten."""
     found = []
     for more in (0, 8):
         def generate(model, tokenizer, problems, group_size, args):
@@ -193,30 +192,11 @@ def test_an_advantage_does_not_change_with_the_length_of_another_group(script, m
                             "texts": ["t3" * (i * 5 % 7 // 2) for i in number]}
         monkeypatch.setattr(common, "generate", generate)
         rollout = prepared(script, whiten=False).rollout
-        adv, keys = rollout["adv"] * rollout["mask"], zip(
-            (problem["question"] for problem in rollout["problems"]), rollout["completion_length"].tolist())
-        rows = {key: adv[i, rollout["mask"][i] > 0] for i, key in enumerate(keys) if key[0] != "5"}
-        adv = torch.cat([rows[key] for key in sorted(rows)])
-        adv = adv if script.__name__ in OURS else (adv - adv.mean()) / (adv.std() + 1e-9)
-        found.append((sorted(rows), adv))
-    if found[0][0] != found[1][0]:
-        pytest.skip("this copy chooses other rows when a group is longer")
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5, msg=(
+        others = torch.tensor([[problem["question"] != "5"] for problem in rollout["problems"]])
+        adv = (rollout["adv"] * rollout["mask"])[others & (rollout["mask"] > 0)]
+        found.append(adv if script.__name__ in OURS else (adv - adv.mean()) / (adv.std() + 1e-9))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=(
         "an advantage depends on the length of another group: wrong, unless the objective says so"))
-
-def test_a_sampler_that_is_off_moves_the_gradient_the_right_way(script, monkeypatch):
-    """What it samples with a smaller probability than pi_old comes too seldom, so it may only count for more
-    (its weight is pi_old over the sampler's), and the other way round. Without a weight nothing changes."""
-    real, pushes = common.generate, []
-    for off in (-0.03, 0.0, 0.03):
-        def generate(*given):
-            rollout = real(*given)
-            return rollout | {"sampled_logp": rollout["sampled_logp"] + off * rollout["mask"]}
-        monkeypatch.setattr(common, "generate", generate)
-        one = prepared(script, beta=0.0, whiten=False, eps_low=0.9, eps_high=0.9)
-        rows = one.rollout | {"logp": one.rollout["old_logp"]}
-        pushes.append(loss_of(script, rows, one.args)[1].abs().sum(1)[rows["mask"].any(1)])
-    assert (pushes[0] > pushes[1] - 1e-6).all() and (pushes[1] > pushes[2] - 1e-6).all()
 
 # --- policy_loss
 
@@ -233,8 +213,7 @@ def test_the_token_that_ends_a_completion_is_trained(script):
         assert script.__name__ not in OURS or pushed[:n] == [pushed[0]] * n
         ends += [pushed[n - 1]] * finished
     assert sum(ends) >= (3 if script.__name__ in OURS else 1), (
-        f"{len(ends)} completions end with an EOS, and {sum(ends)} of these tokens have a gradient: stopping "
-        "is not learned. Ignore this only if the objective leaves these tokens out on purpose.")
+        "stopping is not learned: ignore this only if the objective leaves these tokens out on purpose")
 
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_a_row_without_tokens_adds_nothing(name, options):
@@ -304,5 +283,4 @@ def test_a_policy_learns(script):
         rewards.append(trainer.stats["reward"])
     before, after = sum(rewards[:3]), sum(rewards[-3:])
     assert after > (3 if script.__name__ in OURS else 1.5) * before, (
-        f"in 12 steps the reward went from {before / 3:.2f} to {after / 3:.2f}. Ignore this only if the "
-        "objective is to learn slowly, or something other than the reward.")
+        "the reward hardly rises: ignore this only if the objective is something other than the reward")

@@ -168,15 +168,3 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
     assert common.evaluate(None, None, problems, reward, args) == pytest.approx(expected)
     assert capsys.readouterr().out == "    | 0\n    | #### 99\n    | (reward -0.3, answer 0)\n"
     assert len(graded) == len(problems)
-
-def test_evaluations_are_alike_and_their_batches_are_not(monkeypatch):
-    """All evaluations use the same random numbers, so that only the model differs; batches of one do not."""
-    args = settings(grpo, prompts=2, group_size=2, max_new_tokens=9)
-    problems = [{"prompt": [5, 6], "question": "", "answer": "5"}] * 8
-    calls = spy(monkeypatch, common, "generate")
-    model = tiny_model()
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        common.evaluate(model, tiny_tokenizer(), problems, common.answer_reward, args)
-    one, other, *again = (call.result["texts"] for call in calls)
-    assert [one, other] == again and one != other

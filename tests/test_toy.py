@@ -58,7 +58,6 @@ def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
         out, = (tmp_path / "runs").glob(f"{name}-*")
         rows = [json.loads(line) for line in (out / "metrics.jsonl").open(encoding="utf-8")]
         before, after = rows[0], rows[-1]
-        assert [row["step"] for row in rows] == [*range(13 if name == "ppo" else 21)]
         assert before["eval_accuracy"] == pytest.approx(0.54, abs=0.01 if name == "grpo" else 0.05)
         assert after["eval_accuracy"] > 0.96, name
         assert before["eval_completion_length"] < 16 and after["eval_completion_length"] > 23.5

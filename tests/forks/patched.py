@@ -2,7 +2,6 @@
 lines above it come and go, but without fuzz: its own lines and those next to them must be there."""
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ def patched_copy(name, folder):
     path = Path(folder, f"{name}.py")
     subprocess.run(["patch", "-s", "-F0", "-o", path, ROOT / "grpo.py", PATCHES[name]], check=True)
     return path
-
-def changed_copy(old, new):
-    """grpo.py as a module, named `mine`, with `old` replaced by `new`."""
-    text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    assert old in text, f"grpo.py has no {old!r} any more"
-    Path("mine.py").write_text(text.replace(old, new), encoding="utf-8")
-    sys.modules["mine"] = module_of(Path("mine.py"))
-    return sys.modules["mine"]
 
 def module_of(path):
     spec = importlib.util.spec_from_file_location(f"of_{path.stem}", path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import (ROOT, Trainer, full_logprobs, loss_of, random_batch, random_rows, settings, spy,
                       tiny_model, train)
-from patched import PATCHES, changed_copy, fork, patched_copy  # noqa: F401
+from patched import PATCHES, fork, patched_copy  # noqa: F401
 
 import common, grpo, test_every_script  # noqa: E401
 
@@ -38,7 +38,7 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path):
                            encoding="utf-8")
     assert found.returncode == 0, found.stdout
 
-# ---- The page: its examples, and what its recipe for tests sees
+# ---- The page and its examples
 
 def example(name):
     """The function of this name, from an example on the page."""
@@ -46,27 +46,6 @@ def example(name):
     examples, names = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.S | re.M), {"torch": torch}
     exec(*(code for code in examples if f"def {name}(" in code), names)
     return names[name]
-
-@pytest.mark.parametrize("old, new", [
-    ("torch.min(unclipped", "torch.max(unclipped"), ("- beta * kl_it", "+ beta * kl_it"),
-    ("clamp(1 - eps_low, 1 + eps_high)", "clamp(1 - eps_high, 1 + eps_low)"),
-    ("r.std(1, keepdim=True)", "r.std()")])
-def test_the_shown_test_fails_for_wrong_equations(old, new, fork):
-    """It passes on grpo.py itself: see test_readme.py."""
-    changed_copy(old, new)
-    with pytest.raises(AssertionError):
-        example("test_my_equations")()
-
-@pytest.mark.parametrize("old, new, said", [
-    ("copy.deepcopy(policy).eval().requires_grad_(False)", "policy", "along with pi"),
-    ('parts["reference"] = reference', "pass", None),
-    ("args.seed * 1_000_003 + step)", "args.seed)", "random numbers"),
-    ("tokenizer, held_out, reward", "tokenizer, problems[:9], reward", "training problem"),
-    ("stats = common.rollout_stats(rollout, args.group_size)", "stats = {'a': torch.ones(1)}", "JSON")])
-def test_the_test_of_main_fails_for_wrong_ones(old, new, said, fork, here, spread, monkeypatch):
-    with pytest.raises((AssertionError, TypeError), match=said):
-        test_every_script.test_a_resumed_run_is_equal_to_one_that_was_never_stopped(
-            changed_copy(old, new), None, None, monkeypatch)
 
 def test_a_half_applied_patch_is_loud(tmp_path, monkeypatch):
     """Each patch replaces the first line, so that none applies on top of another. The tests refuse a .rej."""
@@ -131,13 +110,6 @@ def test_the_entropy_bonus_by_enumeration(fork):
     torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
     assert stats["loss"] == pytest.approx(-J.item(), rel=1e-6) and (rollout["adv"] == 0).any()
     assert stats["full_entropy"] == pytest.approx(sum(entropies).item() / len(entropies), rel=1e-6)
-
-def test_walk_shows_a_step_of_the_entropy_bonus(fork):
-    """The entropy is no part of the pushes: they are those of grpo.py."""
-    flags = ["--device", "cpu", "--dataset", "few.json", "--steps", "1", "--prompts", "4", "--beta", "0"]
-    seen = [walk.watch(script, script.parse_args(flags)) for script in (fork("entropy"), grpo)]
-    one, other = (walk.pushes_of(x, x["logps"][0]) for x in seen)
-    torch.testing.assert_close(one, other)
 
 # ---- TPO
 
@@ -213,9 +185,6 @@ def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weig
 # ---- GDPO
 
 @pytest.mark.parametrize("answers, forms, G, weight, expected", [
-    # With the weight 1, three of the four sums are 1. What is rarer in the group is worth more: 1.5 - .866,
-    # -.5 + .866, -.5 + .866, -.5 - .866, all over .9194, their std. GRPO has .5, .5, .5, -1.5.
-    ([1, 0, 0, 0], [0, 1, 1, 0], 4, 1.0, [0.6894, 0.3981, 0.3981, -1.4856]),
     # The paper's example: sums of 0 and 1 in one group, 0 and 2 in the other. GRPO has -.707, .707 in both.
     ([0, 0, 0, 1], [0, 1, 0, 1], 2, 1.0, [-0.5477, 0.5477, -1.0954, 1.0954]),
     # Where all answers are right, form keeps its weight, a tenth of that of answers in the other group. In

@@ -17,18 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the 
 import common  # noqa: E402
 import grpo  # noqa: E402
 
-def as_batch(prompts, completions, device):
-    """Lay out lists of ids as the tensors that common.token_logprobs takes."""
-    ids, _ = common.padded([p + c for p, c in zip(prompts, completions)], device)
-    prompt_length = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return {"ids": ids, "prompt_length": prompt_length, "mask": common.padded(completions, device)[1].float()}
-
 def train(model, optimizer, batches, warm_up=20, every=10):
     """Take policy gradient steps on given completions with advantage 1, while --lr rises, then falls to 0.
     `batches` is a list of pairs (prompts, completions), which are lists of lists of ids."""
-    lr = optimizer.full_lr
+    lr, device = optimizer.full_lr, model.device
     for step, (prompts, completions) in enumerate(batches):
-        batch = as_batch(prompts, completions, model.device)
+        batch = {"ids": common.padded([p + c for p, c in zip(prompts, completions)], device)[0],
+                 "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=device),
+                 "mask": common.padded(completions, device)[1].float()}
         loss = -common.token_logprobs(model, batch, optimizer.args).sum() / batch["mask"].sum()
         loss.backward()
         optimizer.full_lr = lr * min((step + 1) / warm_up, 1 - step / len(batches))
@@ -38,7 +34,6 @@ def train(model, optimizer, batches, warm_up=20, every=10):
 
 def main(args):
     """Train on all problems, and save the model in --out."""
-    assert not Path(args.out).exists(), f"--out exists: {args.out}"
     policy, tokenizer = common.load_policy(args)
     split = common.read_dataset(args.dataset, args.subset)[args.split]
     problems = common.prepare(split, tokenizer, args)

@@ -61,19 +61,16 @@ def make_model():
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)), tokenizer
 
-def draw(problems, tokenizer, rng):
-    """A batch to learn from, as ids: WORKED completions with the steps, GUESSED without."""
-    questions, texts = [], []
-    for i, row in enumerate(rng.sample(problems, WORKED + GUESSED)):
-        guess = int(row["answer"].split()[-1]) + rng.randint(-2, 2)
-        questions.append(row["question"] + "\n")
-        texts.append((row["answer"] if i < WORKED else f"#### {guess}") + tokenizer.eos_token)
-    return tokenizer(questions)["input_ids"], tokenizer(texts)["input_ids"]
-
 def warm_up(model, tokenizer, problems):
-    """Train the model on STEPS batches of such pairs."""
-    rng = random.Random(0)
-    batches = [draw(problems, tokenizer, rng) for _ in range(STEPS)]
+    """Train the model on STEPS batches: WORKED completions with the steps, GUESSED without."""
+    rng, batches = random.Random(0), []
+    for _ in range(STEPS):
+        questions, texts = [], []
+        for i, row in enumerate(rng.sample(problems, WORKED + GUESSED)):
+            guess = int(row["answer"].split()[-1]) + rng.randint(-2, 2)
+            questions.append(row["question"] + "\n")
+            texts.append((row["answer"] if i < WORKED else f"#### {guess}") + tokenizer.eos_token)
+        batches.append((tokenizer(questions)["input_ids"], tokenizer(texts)["input_ids"]))
     args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
     optimizer = common.Optimizer(model, LR, args)
     optimizer.param_groups[0].update(betas=(0.9, 0.99), weight_decay=0.01, fused=False)
