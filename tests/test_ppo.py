@@ -55,6 +55,7 @@ def test_policy_and_critic_are_trained_apart():
         trainer.update()
         return [copy.deepcopy(model.state_dict()) for model in (trainer.policy, trainer.critic)]
     policy, critic = weights_after()
-    for scales, moved in (({"returns": 100.0}, [False, True]), ({"adv": -50.0}, [True, False])):
+    for scales, moved in (({"returns": 100.0}, [False, True]), ({"adv": -50.0}, [True, False]),
+                          ({"old_values": 100.0}, [False, True])):
         other = weights_after(**scales)
         assert [not same(other[0], policy), not same(other[1], critic)] == moved
