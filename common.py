@@ -147,7 +147,7 @@ def padded(rows, device, side="right"):
 def token_logprobs(model, batch, args, also=None, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature).
     Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
-    materialized: we compute `chunk` of them at a time (.27 GB), and again in the backward pass.
+    materialized: we compute `chunk` of them at a time (0.27 GB), and again in the backward pass.
 
     For forks: also(logits (n, K), which (n,)) -> (n,) computes a second number per token from its
     logits, such as the entropy, which is returned as a second (N, T). `which` are the places of the
@@ -180,7 +180,7 @@ def completion_states(model, batch, args):
 
 def head_logits(model, hidden):
     """Compute logits from hidden states, (M, H) -> (M, K), in float32 (TF32 on a GPU, unless
-    --dtype is float32): bfloat16 would round a logit of 20 by up to .06."""
+    --dtype is float32): bfloat16 would round a logit of 20 by up to 0.06."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
@@ -227,7 +227,7 @@ class Optimizer(torch.optim.AdamW):
     """AdamW with learning-rate warmup and gradient-norm clipping. Weights are float32: with the 8
     significant bits of bfloat16, adding 1e-6 to a weight of 0.02 would change nothing."""
     def __init__(self, model, lr, args, eps=1e-8):
-        # PyTorch's default for the second beta, .999, would average over about 1000 steps.
+        # PyTorch's default for the second beta, 0.999, would average over about 1000 steps.
         super().__init__(model.parameters(), lr, (0.9, 0.95), eps, weight_decay=0.0, fused=True)
         self.full_lr, self.args = lr, args
         self.param_groups[0]["steps"] = 0  # in the group, so that state_dict saves it
