@@ -580,6 +580,7 @@ class Recorded:
         return self.hidden
 
     def record(self, ids, attention, positions):
+        """Widen the cache, and record `read`."""
         self.rows, width = attention.shape
         self.room = (width // 64 + 4) * 64  # 193 to 256 spare columns
         for i, old in enumerate(self.layers):

@@ -100,6 +100,10 @@ def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     known = char_tokenizer(**LOOKS["bos"] | {"eos": "<unk>"})
     assert prepare([{"question": "1 + 1?", "answer": "2"}], known)
 
+def test_a_file_may_have_brackets_in_its_name():
+    write_jsonl("f[1].jsonl", sums(3)), write_jsonl("f1.jsonl", sums(5))
+    assert len(common.read_dataset("f[1].jsonl")["train"]) == 3
+
 # ---- Answers ----
 
 def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy(capsys):

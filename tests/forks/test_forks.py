@@ -61,9 +61,9 @@ def to_teacher(teacher, b, args):
     with torch.no_grad():
         _, hidden, _ = common.completion_states(teacher, b, args)  # (M, H)
 
-    def kl(logits, rows):
+    def kl(logits, which):
         with torch.no_grad():
-            log_q = (common.head_logits(teacher, hidden[rows]) / args.temperature).log_softmax(-1)  # (n, K)
+            log_q = (common.head_logits(teacher, hidden[which]) / args.temperature).log_softmax(-1)  # (n, K)
         log_p = logits.log_softmax(-1)  # (n, K)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
     return kl
