@@ -1,9 +1,9 @@
 """What the three scripts share: everything that is not the algorithm.
 
 The first five sections follow one step: read them along with the scripts. The next five are about
-everything around it. You can skip the last two, CUDA graphs and math answers. We check for what
-would fail silently: training that is not what you asked for, wrong rewards, lost work. We also
-check for a few common slips that would otherwise fail late, or with a cryptic error.
+everything around it, and you can skip the last two, CUDA graphs and math answers. We check for what
+would fail silently (training that is not what you asked for, wrong rewards, lost work) and for a
+few common slips that would otherwise fail late, or with a cryptic error.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
@@ -48,9 +48,8 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
-    """Sample group_size completions for each of P problems: a rollout. transformers' generate would
-    use the model's own top_k, read each prompt group_size times, and keep computing finished rows.
-    """
+    """Sample group_size completions for each of P problems: a rollout. (transformers' generate uses
+    the model's top_k, reads each prompt group_size times, and keeps computing finished rows.)"""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
     with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
@@ -98,21 +97,21 @@ def sample(model, prompts, group_size, stop, args):
     if args.cuda_graphs and all(type(layer) is DynamicLayer for layer in cache.layers):
         read = Recorded(read, cache.layers)  # see section CUDA graphs
 
-    running = torch.ones_like(active, dtype=torch.bool)  # (n,) True until the stop token
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(tokens.shape, device=model.device)
     for t in tqdm(range(args.max_new_tokens), "sampling", leave=False, disable=None, delay=2):
         token, logp = draw(head_logits(model, hidden), args.temperature)  # both (n,)
         tokens[active, t], sampled_logp[active, t] = token, logp
-        running = running & ~torch.isin(token, stop)
         # Drop finished rows, but not often: dropping copies the cache, counting waits for the GPU.
-        if t % 4 == 0 and running.sum() < len(running) / 2:
+        if t % 4 == 0:
+            running = ~torch.isin(tokens[active, :t + 1], stop).any(1)  # (n,)
             kept = running.nonzero().squeeze(1)
             if len(kept) == 0:
                 break
-            cache.reorder_cache(kept)
-            active, running, token = active[kept], running[kept], token[kept]
-            attention, positions = attention[kept], positions[kept]
+            if len(kept) < len(active) / 2:
+                cache.reorder_cache(kept)
+                active, token = active[kept], token[kept]
+                attention, positions = attention[kept], positions[kept]
         attention, positions = pad(attention, (0, 1), value=1), positions + 1
         hidden = read(token[:, None], attention, positions)  # (n, H)
     return tokens, sampled_logp
@@ -144,25 +143,23 @@ def padded(rows, device, side="right"):
     return [pad_sequence(x, True, padding_side=side).to(device) for x in (rows, real)]
 
 # ---- Log-probabilities ----
-def token_logprobs(model, batch, args, also=None, chunk=2 ** 26):
+def token_logprobs(model, batch, args, of_logits=None, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature).
     Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
     materialized: we compute `chunk` of them at a time (0.27 GB), and again in the backward pass.
 
-    For forks: also(logits (n, K), which (n,)) -> (n,) computes a second number per token from its
-    logits, such as the entropy, which is returned as a second (N, T). `which` are the places of the
-    n tokens among the M of completion_states."""
-    def of_chunk(hidden, target, which):
+    Forks may pass of_logits(logits (n, K), target (n,)), which returns other numbers per token, (n,)
+    or (n, X), such as log pi and the entropy. The result is then (N, T) or (N, T, X)."""
+    def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
-        logp = -cross_entropy(logits, target, reduction="none")
-        return torch.stack([logp, also(logits, which)] if also else [logp])  # (1 or 2, n)
+        if of_logits:
+            return of_logits(logits, target)
+        return -cross_entropy(logits, target, reduction="none")
     index, hidden, target = completion_states(model, batch, args)
     size = chunk // len(model.get_output_embeddings().weight)  # tokens per chunk
-    which = torch.arange(len(target), device=target.device)
-    chunks = zip(hidden.split(size), target.split(size), which.split(size))
-    numbers = torch.cat([checkpoint(of_chunk, *c, use_reentrant=False) for c in chunks], 1)
-    tables = [x.new_zeros(batch["mask"].shape).index_put(index, x) for x in numbers]
-    return tables if also else tables[0]
+    chunks = zip(hidden.split(size), target.split(size))
+    values = torch.cat([checkpoint(of_chunk, h, y, use_reentrant=False) for h, y in chunks])
+    return values.new_zeros(*batch["mask"].shape, *values.shape[1:]).index_put(index, values)
 
 def completion_states(model, batch, args):
     """Run the model's backbone. For the M tokens whose mask is 1, return:
@@ -333,29 +330,27 @@ def load_policy(args):
     policy.generation_config.do_sample = True  # else saving a config with a temperature fails
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
     torch.backends.cuda.matmul.fp32_precision = "ieee"  # check_model needs full precision
-    check_model(policy, tokenizer, args)
+    check_model(policy, args)
     if args.dtype != "float32":
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # for the LM head
     return policy, tokenizer
 
 @torch.no_grad()
-def check_model(model, tokenizer, args):
+def check_model(model, args):
     """Stop if the log-probs of the sampler or of the training pass are not the model's own: it may
-    scale its logits, for example, or need another cache. The second prompt will be padded."""
-    changes = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
-    args = argparse.Namespace(**(vars(args) | changes))
-    vocabulary = range(model.get_input_embeddings().num_embeddings)
-    problems = [{"prompt": random.Random(0).choices(vocabulary, k=k)} for k in (16, 3)]
-    stop, model.generation_config.eos_token_id = model.generation_config.eos_token_id, -1  # no end
-    rollout = generate(model, tokenizer, problems, 1, args)
-    model.generation_config.eos_token_id = stop
-    ids, training = rollout["ids"], token_logprobs(model, rollout, args)
-    logits = model.eval()(ids, use_cache=False).logits.float()  # (2, C, K)
-    model.train()
-    own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, C - 1)
-    i, t = rollout["mask"].nonzero(as_tuple=True)  # both (M,)
-    for logp in (rollout["sampled_logp"], training):
-        error = (logp[i, t] - own[i, rollout["prompt_length"][i] + t - 1]).abs().max()
+    scale its logits, for example, or need another cache. Leaves the model in training mode."""
+    exact = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
+    args = argparse.Namespace(**vars(args) | exact)
+    prompts = [list(range(16)), list(range(3))]  # the second will be padded
+    lengths, no_stop = (torch.tensor(x, device=model.device) for x in ([16, 3], [-1]))
+    tokens, sampled = sample(model.eval(), prompts, 1, no_stop, args)  # both (2, 16)
+    ids, _ = padded([p + c for p, c in zip(prompts, tokens.tolist())], model.device)  # (2, 32)
+    logits = model(ids, use_cache=False).logits.float()
+    own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, 31)
+    own = torch.stack([own[0, 15:], own[1, 2:18]])  # (2, 16)
+    batch = {"ids": ids, "prompt_length": lengths, "mask": torch.ones_like(own)}
+    for logp in (sampled, token_logprobs(model.train(), batch, args)):
+        error = (logp - own).abs().max()
         assert error < 1e-3, f"{type(model).__name__} is not supported: log pi is off by {error:g}"
 
 def stop_ids(model, tokenizer):
@@ -378,16 +373,14 @@ def load_problems(args, tokenizer):
     train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1:
         held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # a file, for example: hold out a fifth, by question, so that duplicates stay together
-        draws = [random.Random(problem["question"]).random() for problem in train]
-        held_out = [problem for problem, draw in zip(train, draws) if draw < 0.2]
-        train = [problem for problem, draw in zip(train, draws) if draw >= 0.2]
+    else:  # a file, for example: hold out a fifth of the questions
+        held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
+    asked = {p["question"] for p in held_out}
+    train = [p for p in train if p["question"] not in asked]  # training must not see the exam
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
-    shared = {p["question"] for p in train} & {p["question"] for p in held_out}
-    print(f"{len(splits[args.split])} rows, {len(train)} training and {len(held_out)} held-out "
-          f"problems, {len(shared)} in both")
-    assert train and held_out, "too few usable rows; see prepare for what makes a row unusable"
+    print(f"{len(splits[args.split])} rows: {len(train)} training, {len(held_out)} held-out problems")
+    assert train and held_out, "too few rows, or prompts of more than --max_prompt_tokens"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
     return train, held_out
@@ -422,8 +415,7 @@ def prepare(split, tokenizer, args):
         if question and usable:
             problems.append(row | {"question": question, "answer": answer})
             chats.append(chat)
-    if not chats:
-        return []
+    assert chats, "no usable row: see prepare"
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2
     for problem, prompt in zip(problems, prompts):
@@ -434,10 +426,11 @@ def prepare(split, tokenizer, args):
 def batch_of(problems, step, count, seed):
     """Return the `count` problems of a step. Imagine one endless list, in which all problems follow
     one another in shuffle after shuffle: each step takes the next `count`."""
-    places = [divmod(i, len(problems)) for i in range((step - 1) * count, step * count)]
-    shuffles = {k: random.Random(f"{seed} {k}").sample(problems, len(problems))
-                for k in {k for k, _ in places}}
-    return [shuffles[k][i] for k, i in places]
+    @lru_cache
+    def shuffle(k):
+        return random.Random(f"{seed} {k}").sample(problems, len(problems))
+    places = range((step - 1) * count, step * count)
+    return [shuffle(i // len(problems))[i % len(problems)] for i in places]
 
 # ---- Command line ----
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
@@ -495,10 +488,8 @@ def make_parser(file, doc):
 def parse(parser, argv, **toy):
     """Parse `argv`, then again with the flags of the resumed run, or the toy's, as defaults."""
     args = parser.parse_args(argv)
-    if args.resume and not Path(args.out).exists():
-        parser.error(f"--resume: there is no run in --out {args.out}")
-    if not args.resume and Path(args.out).exists():
-        parser.error(f"--out {args.out} exists; to continue it, add --resume")
+    if args.resume != Path(args.out).exists():
+        parser.error(f"--out {args.out} must be a run's with --resume, and new without")
     if args.resume:
         parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
     elif args.model is None:
@@ -553,11 +544,9 @@ def log(args, step, stats, rollout=None):
         lines = [json.dumps({"question": p["question"], "answer": p["answer"], "completion": text,
                              "reward": reward}, default=str) + "\n" for p, text, reward in rows]
         Path(args.out, "completions", f"step-{step}.jsonl").write_text("".join(lines))
-        if (rollout["rewards"] == rollout["rewards"][0]).all():
-            print("warning: all rewards in this rollout are equal")
-        difference = stats.get("sampling_logp_difference", 0)
-        limit = 0.3 if args.dtype == "bfloat16" else 1e-3
-        assert difference < limit, f"log-probs of sampling and training differ by {difference:g}"
+    limit = 0.3 if args.dtype == "bfloat16" else 1e-3
+    assert stats.get("sampling_logp_difference", 0) < limit, (
+        f"sampling_logp_difference has reached {limit}: see rollout_stats")
 
 # ---- CUDA graphs ----
 # Python takes longer to launch the kernels of a token than a GPU takes to run them. A CUDA graph

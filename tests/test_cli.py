@@ -69,7 +69,7 @@ def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monk
     with pytest.raises(AssertionError, match="Qwen3ForCausalLM is not supported: log pi is off by 0.002"):
         train(script, QUICK)
     monkeypatch.setattr(common, "check_model", lambda *_: None)
-    with pytest.raises(AssertionError, match="log-probs of sampling and training differ by 0.00[12]"):
+    with pytest.raises(AssertionError, match="sampling_logp_difference has reached 0.001"):
         train(script, f"{QUICK} --steps 9 --save_every 1")
     assert torch.load("run/state.pt")["step"] == 0
     assert len(train(script, f"{QUICK} --dtype bfloat16", out="rounded")) == 2
@@ -138,8 +138,7 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
 @every_main
 def test_no_two_steps_of_any_seeds_share_noise_or_all_problems(script, spread, monkeypatch):
     """With seed + step, neighboring seeds would share 19 of 20 random streams; with 1000 seed + step, runs of
-    more than 1000 steps would share some. All evaluations of a run use the same one. (Before them,
-    load_policy samples from two prompts.)"""
+    more than 1000 steps would share some. All evaluations of a run use the same one."""
     real, seen = common.generate, {1: [], 2: []}  # by group_size, which is 1 in evaluations
     monkeypatch.setattr(common, "generate", lambda *given: (
         seen[given[3]].append((torch.initial_seed(), str(given[2]))) or real(*given)))
@@ -148,7 +147,7 @@ def test_no_two_steps_of_any_seeds_share_noise_or_all_problems(script, spread, m
         train(script, f"{QUICK} {flags}", out=f"run{seed}")
     assert [len(set(column)) for column in zip(*seen[2])] == [6, 6]
     seeds = [one for one, _ in seen[2]]
-    assert abs(seeds[3] - seeds[0]) > 100_000 and len(set(seen[1][1:5])) == len(set(seen[1][6:])) == 1
+    assert abs(seeds[3] - seeds[0]) > 100_000 and len(set(seen[1][:4])) == len(set(seen[1][4:])) == 1
 
 @pytest.mark.parametrize("script, flags, fresh", [
     (grpo, "--ref_every 2", [1, 0, 1, 0, 1]), (gspo, "--ref_every 3", [1, 0, 0, 1, 0]), (grpo, "", [1, 0, 0]),
@@ -210,4 +209,4 @@ def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, sprea
         assert [one["completion"] for one in kept] == rollout["texts"]
         assert sum(one["reward"] for one in kept) / 4 == pytest.approx(row["reward"])
     asked = re.findall(r"\| (What.*)", said)
-    assert len(asked) == 3 and len(set(asked)) == 1 and "warning" not in said
+    assert len(asked) == 3 and len(set(asked)) == 1

@@ -62,7 +62,7 @@ def script(request):
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch):
     """Row by row, without common.py: temperature, shift by one, mask, division by the number of rows. What
-    else a copy takes from the logits, by `also`, comes from whole logits, too."""
+    else a copy takes from the logits, by of_logits, comes from whole logits, too."""
     script = imported(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
@@ -73,13 +73,16 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch)
     T = watched.logp.shape[1]
     given = {key: x[batch["row"]][:, :None if key == "ids" else T] if x.dim() > 1 else x[batch["row"]]
              for key, x in rollout.items()}
-    others = [one for one in calls if vars(one).get("also")]
-    seconds = [full_logprobs(trainer.policy, given, 0.6, one.also)[1] for one in others]
+    pairs = []  # of what a copy takes from the logits, and the same from whole logits
+    for one in calls:
+        if f := vars(one).get("of_logits"):
+            both = one.result, full_logprobs(trainer.policy, given, 0.6, f)
+            pairs += zip(*(x.unbind(-1) for x in both)) if one.result.dim() > 2 else [both]
     for key, x in vars(watched).items():  # what update made for policy_loss
         if torch.is_tensor(x) and key not in (*given, "logp"):
-            given[key] = next((y for one, y in zip(others, seconds) if x is one.result[1]), x)
+            given[key] = next((mine for theirs, mine in pairs if torch.equal(x, theirs)), x)
             assert given[key] is not x or not x.requires_grad, (
-                f"`{key}` has a gradient: let token_logprobs compute it (`also`), so that this test can, too")
+                f"`{key}` has a gradient: let token_logprobs compute it (of_logits), so that this test can, too")
     given |= {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
     loss, _ = call(script.policy_loss, {"ref_logp": None} | given)
     parts = torch.autograd.grad(loss / len(rollout["ids"]), list(trainer.policy.parameters()))
