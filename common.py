@@ -8,7 +8,7 @@ few common slips that would otherwise fail late, or with a cryptic error.
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
 tokens in the vocabulary; H the hidden size. A minibatch has a smaller N, a micro-batch a smaller
-N, T, and C. While a loop runs, n is a number of rows or tokens.
+N, T, and C; n is any other number of rows or tokens.
 
 A rollout is a dict:
     problems           a list of N problems: the one that each row answers
@@ -79,12 +79,12 @@ def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
     padded on the left, so that all rows write to the same column of the cache."""
     cache = Cache(config=model.config)
-    use_cache = {"use_cache": True, CACHE: cache}  # CACHE, below, is the argument's name
 
     def read(ids, attention, positions):
         """Read ids (n, columns) into the cache. Returns the last column's hidden states (n, H)."""
-        return model.base_model(input_ids=ids, attention_mask=attention, position_ids=positions,
-                                **use_cache).last_hidden_state[:, -1]
+        return model.base_model(
+            input_ids=ids, attention_mask=attention, position_ids=positions,
+            use_cache=True, **{CACHE: cache}).last_hidden_state[:, -1]
 
     ids, attention = padded(prompts, model.device, "left")  # both (P, S)
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
@@ -92,7 +92,7 @@ def sample(model, prompts, group_size, stop, args):
     # Each prompt is read once. From here on, it has a row for each of its completions.
     active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in the batch
     owner = active // group_size  # (N,) the prompt of each row
-    cache.reorder_cache(owner)
+    cache.reorder_cache(owner)  # selects rows: from P to N
     hidden, attention, positions = hidden[owner], attention[owner], positions[owner, -1:]
     if args.cuda_graphs and all(type(layer) is DynamicLayer for layer in cache.layers):
         read = Recorded(read, cache.layers)  # see section CUDA graphs
@@ -116,7 +116,7 @@ def sample(model, prompts, group_size, stop, args):
         hidden = read(token[:, None], attention, positions)  # (n, H)
     return tokens, sampled_logp
 
-# Since transformers 5.24, models take the KV cache as `cache`. Older versions would ignore that.
+# The name of the models' argument for a KV cache. Others are ignored without a word.
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
@@ -127,9 +127,9 @@ class Cache(transformers.DynamicCache):
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
-    their log pi, both (n,). It takes one random number per row, where multinomial would take K."""
+    their log pi, both (n,). torch.multinomial, which takes K random numbers per row, is slower."""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
-    # searchsorted needs sums that never decrease; on a GPU, float32 rounding would break that.
+    # searchsorted needs sums that never decrease. On a GPU, rounding in float32 would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # The last sum may not be exactly 1, so scale u by it. As u > 0, no id with pi = 0 is drawn.
     u = 1 - torch.rand(len(logits), 1, device=logits.device)
@@ -148,8 +148,8 @@ def token_logprobs(model, batch, args, of_logits=None, chunk=2 ** 26):
     Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
     materialized: we compute `chunk` of them at a time (0.27 GB), and again in the backward pass.
 
-    Forks may pass of_logits(logits (n, K), target (n,)), which returns other numbers per token, (n,)
-    or (n, X), such as log pi and the entropy. The result is then (N, T) or (N, T, X)."""
+    A fork may pass of_logits(logits (n, K), target (n,)), which returns other numbers per token,
+    (n,) or (n, X), such as log pi and the entropy. The result is then (N, T) or (N, T, X)."""
     def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
         if of_logits:
@@ -207,12 +207,12 @@ def micro_batches(batch, tokens):
         rows, order = order.tensor_split([max(1, tokens // c)])
         part = {name: value[rows] for name, value in batch.items()}
         t = int(part["completion_length"].max())
-        yield {name: value[:, :(c if name == "ids" else t)] if value.dim() > 1 else value
-               for name, value in part.items()}
+        trimmed = {name: value[:, :t] for name, value in part.items() if value.dim() > 1}
+        yield part | trimmed | {"ids": part["ids"][:, :c]}
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update. In others, bfloat16 would round differently, and the ratio w would not start at 1."""
+    update. Cut in another way, bfloat16 would round differently, and w would not start at 1."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -230,8 +230,8 @@ class Optimizer(torch.optim.AdamW):
         self.param_groups[0]["steps"] = 0  # in the group, so that state_dict saves it
 
     def clip_and_step(self):
-        """Clip the gradient, take a step, zero the gradient. Returns statistics for `means`. There
-        is no step if the gradient is not finite, or 0, when momentum alone would move weights."""
+        """Clip the gradient, take a step, zero the gradient. Returns statistics for `means`. No
+        step is taken if the gradient is not finite or is 0: momentum would still move weights."""
         group = self.param_groups[0]
         norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
         stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -250,8 +250,8 @@ def means(logged):
     totals = {}
     for stats in logged:
         for name, (total, count) in stats.items():
-            before = totals.get(name, (0, 0))
-            totals[name] = before[0] + total, before[1] + count
+            old_total, old_count = totals.get(name, (0, 0))
+            totals[name] = old_total + total, old_count + count
     return {name: float(total / count) for name, (total, count) in totals.items()}
 
 def rollout_stats(rollout, group_size):
@@ -259,7 +259,7 @@ def rollout_stats(rollout, group_size):
     tokens, whatever the mask says. sampling_logp_difference, the RMS difference between training
     and sampling log-probs, should be rounding error: if it is larger, log() stops the run."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G)
+    groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G) if N rewards
     assert groups.isfinite().all(), "a reward is not finite"
     stats = {
         "reward": groups.mean(),
@@ -307,16 +307,16 @@ def load_policy(args):
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # one odd character must not end a run
     if args.model == TOY:
-        torch.set_num_threads(1)  # so that floating-point sums don't depend on the core count
+        torch.set_num_threads(1)  # its numbers should not depend on the core count
     config = transformers.AutoConfig.from_pretrained(args.model)
     text = config.get_text_config()
     for name, value in vars(text).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(text, name, 0.0)  # dropout and router jitter would move the ratio away from 1
-    # Phi-3 has a second limit: if one row of a batch is longer, all rows are encoded differently.
-    limits = (getattr(text, f"{name}max_position_embeddings", None) for name in ("", "original_"))
-    room = min(limit or math.inf for limit in limits)
-    assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model has {room} positions"
+    # Beyond its second limit, Phi-3 encodes the positions of all rows of a batch in another way.
+    for name in ("max_position_embeddings", "original_max_position_embeddings"):
+        room = getattr(text, name, None) or math.inf
+        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model's {name} is {room}"
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
     policy.to(args.device).train()  # gradient checkpointing works only in training mode
@@ -340,14 +340,14 @@ def check_model(model, args):
     """Stop if the log-probs of the sampler or of the training pass are not the model's own: it may
     scale its logits, for example, or need another cache. Leaves the model in training mode."""
     exact = {"dtype": "float32", "temperature": 1.0, "max_new_tokens": 16}
-    args = argparse.Namespace(**vars(args) | exact)
+    args = argparse.Namespace(**(vars(args) | exact))
     prompts = [list(range(16)), list(range(3))]  # the second will be padded
     lengths, no_stop = (torch.tensor(x, device=model.device) for x in ([16, 3], [-1]))
     tokens, sampled = sample(model.eval(), prompts, 1, no_stop, args)  # both (2, 16)
     ids, _ = padded([p + c for p, c in zip(prompts, tokens.tolist())], model.device)  # (2, 32)
     logits = model(ids, use_cache=False).logits.float()
-    own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, 31)
-    own = torch.stack([own[0, 15:], own[1, 2:18]])  # (2, 16)
+    own = -cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (2, 31), of ids[:, 1:]
+    own = torch.stack([own[0, 15:31], own[1, 2:18]])  # (2, 16), of the completions
     batch = {"ids": ids, "prompt_length": lengths, "mask": torch.ones_like(own)}
     for logp in (sampled, token_logprobs(model.train(), batch, args)):
         error = (logp - own).abs().max()
@@ -373,13 +373,13 @@ def load_problems(args, tokenizer):
     train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1:
         held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # a file, for example: hold out a fifth of the questions
+    else:  # a file, for example: hold out a fifth of the questions, whatever their order
         held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
     asked = {p["question"] for p in held_out}
     train = [p for p in train if p["question"] not in asked]  # training must not see the exam
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
-    print(f"{len(splits[args.split])} rows: {len(train)} training, {len(held_out)} held-out problems")
+    print(f"{len(splits[args.split])} rows: {len(train)} for training, {len(held_out)} held out")
     assert train and held_out, "too few rows, or prompts of more than --max_prompt_tokens"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
@@ -399,25 +399,25 @@ def prepare(split, tokenizer, args):
     problems, chats = [], []
     for row in split.to_list():
         # None and nan (the x != x) become "".
-        row = {"answer": ""} | {k: "" if x is None or x != x else x for k, x in row.items()}
-        chat, answer, usable = row[args.question_column], row["answer"], True
+        row = {k: "" if x is None or x != x else x for k, x in row.items()}
+        chat, answer, usable = row[args.question_column], row.get("answer", ""), True
         if not isinstance(chat, list):
             chat = [{"role": "user", "content": str(chat)}]
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         if args.answer_column:
             gold = row[args.answer_column]
-            assert not isinstance(gold, (list, dict, bytes)), f"no string or number: {gold}"
+            assert not isinstance(gold, (list, dict, bytes)), f"not a string or number: {gold}"
             answer = extract_answer(str(gold)) or str(gold)  # GSM8K's end in #### 72
-            # The grader must accept it. JSON reads "\frac" as a form feed, unprintable, and "rac".
-            usable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer)
+            # Drop what cannot be graded. JSON reads "\frac" as a form feed, unprintable, and "rac".
+            usable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer) > 0
         question = str(chat[-1]["content"])
         if question and usable:
             problems.append(row | {"question": question, "answer": answer})
             chats.append(chat)
     assert chats, "no usable row: see prepare"
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # in GPT-2, they are the same
     for problem, prompt in zip(problems, prompts):
         assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
         problem["prompt"] = prompt
@@ -489,14 +489,14 @@ def parse(parser, argv, **toy):
     """Parse `argv`, then again with the flags of the resumed run, or the toy's, as defaults."""
     args = parser.parse_args(argv)
     if args.resume != Path(args.out).exists():
-        parser.error(f"--out {args.out} must be a run's with --resume, and new without")
+        parser.error(f"--out {args.out} must exist with --resume, and must not exist without")
     if args.resume:
         parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
     elif args.model is None:
         toy |= json.loads(Path(TOY, "args.json").read_text())
         parser.set_defaults(model=TOY, dataset=TOY, **toy)
     args = parser.parse_args(argv)
-    if args.script != parser.prog:  # see make_parser
+    if args.script != parser.prog:  # args.json names its script
         parser.error(f"--resume: the run in --out was made by {args.script}")
     if args.dataset is None:
         parser.error("--model needs a --dataset")
@@ -521,8 +521,8 @@ def open_run(args, parts):
     return state["step"]
 
 def save_checkpoint(out, step, tokenizer, policy, parts):
-    """Save the policy in step-N, for you, and `parts`, {name: model or optimizer}, in state.pt, for
-    --resume. Once complete, the new state.pt replaces the old one: a kill leaves one intact."""
+    """Save the policy in step-N, for you, and in state.pt, for --resume, the metrics so far and
+    `parts`, {name: model or optimizer}. A kill leaves either the old state.pt or the new one."""
     for saved in (policy, tokenizer):
         saved.save_pretrained(Path(out, f"step-{step}"))
     state = {"step": step, "metrics": Path(out, "metrics.jsonl").read_text()}
@@ -601,13 +601,13 @@ RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  #
 # Patterns and their replacements, applied in this order, each with an example.
 REWRITTEN = [
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Words become lowercase: Yes -> yes, No -> no. Without one of three letters, CO is not Co.
-    (r"^(?=.*[a-zA-Z]{3}|no\b|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
+    # Yes -> yes, No -> no; but words of two letters keep their case: CO is not Co
+    (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{ ?(\w) ?}", r"\1"),  # sqrt{3} -> sqrt3
-    # frac12, frac{1}2, frac{-1}{2} -> 1/2; but not after a letter: sqrt(1/2) is not sqrt(1)/2
+    # frac12, frac{1}2, frac{-1}{2} -> 1/2; but sqrtfrac12, 2^frac12 and log_2frac12 stay
     (r"(?<![a-z^_ ])(?<!_\w) ?frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),
     # f(x) = 2*pi. -> 2pi; x in [0,1] -> [0,1]
     (r"\* ?(?=[a-z])| ?\.$|^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),
@@ -623,7 +623,7 @@ def answer_reward(problems, completions):
     return [math_reward(text, problem["answer"]) for problem, text in zip(problems, completions)]
 
 def math_reward(completion, answer):
-    """Return 1.0 if the marked answer equals `answer`, else 0.0. `answer` may be marked as well."""
+    """Return 1.0 if the marked answer equals `answer`, else 0.0. `answer` may have its own mark."""
     given, gold = extract_answer(completion), extract_answer(f"<answer>{answer}</answer>")
     return float(canonical(given) == canonical(gold) != "")
 
@@ -651,8 +651,8 @@ def canonical(text):
         text = text.replace(symbol, name)
     for pattern, replacement in REWRITTEN:
         text = " ".join(re.sub(pattern, replacement, text).split())
-    if re.search(r"[][(){}<>=|]", text):  # here the order matters: (1, 2) is not (2, 1)
-        return "".join(map(exact, re.split(r"([][(){}<>=|,])", text)))
+    if re.search(r"[\[\](){}<>=|]", text):  # here the order matters: (1, 2) is not (2, 1)
+        return "".join(map(exact, re.split(r"([\[\](){}<>=|,])", text)))
     return ",".join(sorted(map(exact, re.findall("[^,]+", text))))
 
 def exact(term):

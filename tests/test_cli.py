@@ -51,7 +51,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
     args = settings(grpo, model=save_tiny("gpt", "gpt2"), max_new_tokens=448)
     assert args.max_prompt_tokens == 64 and common.load_policy(args)[0].training
     args.max_new_tokens += 1
-    with pytest.raises(AssertionError, match="512 positions"):
+    with pytest.raises(AssertionError, match="max_position_embeddings is 512"):
         common.load_policy(args)
     with pytest.raises(AssertionError, match="CohereForCausalLM is not supported"):
         common.load_policy(settings(grpo, model=save_tiny("cohere", "cohere", logit_scale=0.5)))
@@ -115,6 +115,7 @@ def test_the_defaults_of_papers_and_of_results(script):
         expected = {name: float(value) for name, value in zip(words[::2], words[1::2])}
         args = script.parse_args([*flags, "--dtype", "float32"])
         assert {name: vars(args)[name] for name in expected} == expected
+    assert (args.model, args.dataset) == (common.TOY, common.TOY)
     args = script.parse_args("--lr 0.003 --steps 7 --gradient_checkpointing".split())
     assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
     instruction = script.parse_args(["--model", "x", "--dataset", "x"]).system_prompt
