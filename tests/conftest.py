@@ -118,20 +118,14 @@ def random_batch(rows, seed=0, longest=12):
     parts = [[rng.choices(range(64), k=rng.randint(1, longest)) for _ in range(rows)] for _ in "pc"]
     return make_batch(*parts)
 
-def full_logprobs(model, batch, temperature, of_logits=None):
-    """(N, T) log-probs by definition, in float64, each row alone and unpadded; 0 where the mask is 0. Or what
-    of_logits computes, as in token_logprobs."""
-    logits, targets = [], []
+def full_logprobs(model, batch, temperature):
+    """(N, T) log-probs by definition, in float64, each row alone and unpadded; 0 where the mask is 0."""
+    logp = torch.zeros_like(batch["mask"], dtype=torch.float64)
     for i, start in enumerate(batch["prompt_length"].tolist()):
-        ids, taught = batch["ids"][i, :start + batch["completion_length"][i]], batch["mask"][i] > 0
-        targets.append(ids[start:][taught[:len(ids) - start]])
-        row = model(input_ids=ids[None]).logits[0, start - 1:-1].double() / temperature
-        logits.append(row[taught[:len(ids) - start]])
-    logits, targets = torch.cat(logits), torch.cat(targets)
-    values = torch.softmax(logits, -1).gather(1, targets[:, None])[:, 0].log()
-    values = values if of_logits is None else of_logits(logits, targets)
-    table = torch.zeros(*batch["mask"].shape, *values.shape[1:], dtype=torch.float64)
-    return table.index_put(batch["mask"].nonzero(as_tuple=True), values)
+        ids = batch["ids"][i, :start + batch["completion_length"][i]]
+        logits = model(input_ids=ids[None]).logits[0].double()[start - 1:-1] / temperature
+        logp[i, :len(ids) - start] = torch.softmax(logits, -1).gather(1, ids[start:, None])[:, 0].log()
+    return logp * batch["mask"]
 
 def holes(mask):
     """Mask out one token in each row of three or more: the first, one in the middle, or the last."""

@@ -43,7 +43,7 @@ def test_what_would_train_nothing_or_something_else_is_refused(script):
         if other is script:
             assert script.parse_args("--resume --out .".split()).out == "."
         else:
-            with pytest.raises(SystemExit):
+            with pytest.raises(AssertionError, match=other.__name__):
                 script.parse_args("--resume --out .".split())
 
 def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
@@ -53,23 +53,18 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
     args.max_new_tokens += 1
     with pytest.raises(AssertionError, match="max_position_embeddings is 512"):
         common.load_policy(args)
-    with pytest.raises(AssertionError, match="CohereForCausalLM is not supported"):
+    with pytest.raises(AssertionError, match="CohereForCausalLM does more"):
         common.load_policy(settings(grpo, model=save_tiny("cohere", "cohere", logit_scale=0.5)))
 
 @every_main
 def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monkeypatch):
-    """A cache that does not fit it, for example, moves the sampler's log-probs. That is noticed at the start,
-    or, if only longer rows show it, after a step, which is not saved."""
+    """A cache that does not fit it, for example, moves the sampler's log-probs. The step is not saved."""
     def shifted(*given):
         token, logp = real(*given)
-        calls.append(token)
-        return token, logp - 0.002 * (len(calls) > 5)
-    real, calls = common.draw, []
+        return token, logp - 0.002
+    real = common.draw
     monkeypatch.setattr(common, "draw", shifted)
-    with pytest.raises(AssertionError, match="Qwen3ForCausalLM is not supported: log pi is off by 0.002"):
-        train(script, QUICK)
-    monkeypatch.setattr(common, "check_model", lambda *_: None)
-    with pytest.raises(AssertionError, match="sampling_logp_difference has reached 0.001"):
+    with pytest.raises(AssertionError, match="sampling differs"):
         train(script, f"{QUICK} --steps 9 --save_every 1")
     assert torch.load("run/state.pt")["step"] == 0
     assert len(train(script, f"{QUICK} --dtype bfloat16", out="rounded")) == 2
