@@ -42,6 +42,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model and its problems
+
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
@@ -71,6 +73,15 @@ def generate(model, tokenizer, problems, group_size, args):
         "finished": finished,
         "mask": mask,
         "sampled_logp": logp[:, :lengths.max()] * mask}
+
+# What models call their argument for the KV cache. They ignore any other name without a word.
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
+
+class Cache(transformers.DynamicCache):
+    """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
@@ -111,15 +122,6 @@ def sample(model, prompts, group_size, stop, args):
         attention, positions = pad(attention, (0, 1), value=1), positions + 1
         hidden = read(token[:, None], attention, positions)  # (n, H)
     return tokens, sampled_logp
-
-# The name of the models' argument for a KV cache. Others are ignored without a word.
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
-
-class Cache(transformers.DynamicCache):
-    """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
-    def update(self, keys, values, *args, **kwargs):
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
@@ -348,7 +350,7 @@ def load_problems(args, tokenizer):
     else:  # a file, for example: hold out a fifth of the questions, whatever their order
         held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
     asked = {p["question"] for p in held_out}
-    train = [p for p in train if p["question"] not in asked]  # training must not see the exam
+    train = [p for p in train if p["question"] not in asked]  # no question is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     print(f"{len(splits[args.split])} rows: {len(train)} for training, {len(held_out)} held out")
@@ -405,7 +407,6 @@ def batch_of(problems, step, count, seed):
 
 # ---- Command line ----
 INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
-TOY = str(Path(__file__).resolve().parent / "tests/toy")
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the docstring as written, and the defaults of flags."""
@@ -539,9 +540,10 @@ class Recorded:
         """Widen the cache, and record `read`."""
         self.rows, width = attention.shape
         self.room = (width // 64 + 4) * 64  # 193 to 256 spare columns
+        full = width - 1  # `read` itself adds the last column
         for i, old in enumerate(self.layers):
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
-            self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
+            self.layers[i].update(old.keys[:, :, :full], old.values[:, :, :full])
         self.inputs = ids.clone(), pad(attention, (0, self.room - width)), positions.clone()
         self.graph = torch.cuda.CUDAGraph()
         # Read once unrecorded, because libraries may allocate memory on their first call.
@@ -557,7 +559,7 @@ class Recorded:
 LONGEST = 600  # characters; a longer answer counts as wrong
 UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
          "second|minute|hour|day|week|month|year")
-# Symbols and what they become, in this order.
+# Symbols and what they become, then patterns and what they become, in this order.
 RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  # invisible
     r"\left": "", r"\right": "", r"\displaystyle": "", r"^{\circ}": "", r"^\circ": "", "°": "",
     r"\!": "", r"\,": "", r"\:": "", r"\;": "", r"\$": "", "$": "", r"\%": "", "%": "", "~": "",
@@ -565,7 +567,6 @@ RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  #
     "×": "*", r"\times": "*", "≤": "<=", r"\leqslant": "<=", r"\leq": "<=", r"\le": "<=",
     "≥": ">=", r"\geqslant": ">=", r"\geq": ">=", r"\ge": ">=",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\\": ",", "{,}": ",", ";": ","}
-# Patterns and their replacements, applied in this order, each with an example.
 REWRITTEN = [
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
     # Yes -> yes, No -> no; but words of two letters keep their case: CO is not Co
@@ -617,7 +618,7 @@ def canonical(text):
     for symbol, name in RENAMED.items():
         text = text.replace(symbol, name)
     for pattern, replacement in REWRITTEN:
-        text = " ".join(re.sub(pattern, replacement, text).split())
+        text = " ".join(re.sub(pattern, replacement, text).split())  # single spaces
     if re.search(r"[\[\](){}<>=|]", text):  # here the order matters: (1, 2) is not (2, 1)
         return "".join(map(exact, re.split(r"([\[\](){}<>=|,])", text)))
     return ",".join(sorted(map(exact, re.findall("[^,]+", text))))
