@@ -73,7 +73,8 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch)
     T = watched.logp.shape[1]
     given = {key: x[batch["row"]][:, :None if key == "ids" else T] if x.dim() > 1 else x[batch["row"]]
              for key, x in rollout.items()}
-    given = vars(watched) | given | {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
+    made = {key: x for key, x in vars(watched).items() if torch.is_tensor(x)}
+    given = made | given | {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
     loss, _ = call(script.policy_loss, {"ref_logp": None} | given)
     parts = torch.autograd.grad(loss / len(rollout["ids"]), list(trainer.policy.parameters()))
     expected = torch.cat([part.flatten() for part in parts])
