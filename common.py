@@ -98,7 +98,7 @@ def sample(model, prompts, group_size, stop, args):
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
     hidden = read(ids, attention, positions)  # (P, H)
     # Each prompt is read once. From here on, it has a row for each of its completions.
-    active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in the batch
+    active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in use, now N
     owner = active // group_size  # (N,) the prompt of each row
     cache.reorder_cache(owner)  # selects rows: from P to N
     hidden, attention, positions = hidden[owner], attention[owner], positions[owner, -1:]
@@ -129,7 +129,7 @@ def draw(logits, temperature):
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
     # searchsorted needs sums that never decrease. On a GPU, rounding in float32 would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
-    # The last sum may not be exactly 1, so scale u by it. As u > 0, no id with pi = 0 is drawn.
+    # Take the first id whose sum reaches u times the last sum (almost 1). As u > 0, its pi > 0.
     u = 1 - torch.rand(len(logits), 1, device=logits.device)
     token = torch.searchsorted(cumulative, u * cumulative[:, -1:])  # (n, 1)
     return token.squeeze(1), logp.gather(1, token).squeeze(1)
@@ -251,7 +251,7 @@ def rollout_stats(rollout, group_size):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, should be rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G) if N rewards
+    groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G), or fails
     assert groups.isfinite().all(), "a reward is not finite"
     stats = {
         "reward": groups.mean(),
@@ -303,7 +303,7 @@ def load_policy(args):
     # Dropout and router jitter would move the ratio away from 1.
     text.update({name: 0.0 for name, value in vars(text).items()
                  if isinstance(value, float) and ("drop" in name or "jitter" in name)})
-    # Beyond its second limit, Phi-3 encodes the positions of all rows of a batch in another way.
+    # If one row is longer than the second, Phi-3 changes the rotary embedding of the whole batch.
     for name in ("max_position_embeddings", "original_max_position_embeddings"):
         room = getattr(text, name, None) or math.inf
         assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model's {name} is {room}"
@@ -382,9 +382,9 @@ def prepare(split, tokenizer, args):
         if args.answer_column:
             gold = row[args.answer_column]
             assert not isinstance(gold, (list, dict, bytes)), f"not a string or number: {gold}"
-            answer = extract_answer(str(gold)) or str(gold)  # GSM8K's end in #### 72
-            # Drop what cannot be graded. JSON reads "\frac" as a form feed, unprintable, and "rac".
-            usable = answer.isprintable() and math_reward(f"<answer>{answer}</answer>", answer) > 0
+            answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's have their own mark, ####
+            # It must be right by its own measure. JSON reads "\frac" as a form feed and "rac".
+            usable = math_reward(f"<answer>{answer}</answer>", answer) and answer.isprintable()
         question = str(chat[-1]["content"])
         if question and usable:
             problems.append(row | {"question": question, "answer": answer, "prompt": chat})
@@ -486,7 +486,7 @@ def open_run(args, parts):
         for name, part in parts.items():
             part.load_state_dict(state[name])
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
-    (out / "metrics.jsonl").write_text(state["metrics"])
+    (out / "metrics.jsonl").write_text(state["metrics"])  # without steps after the checkpoint
     (out / "args.json").write_text(json.dumps(vars(args), indent=1))
     return state["step"]
 
@@ -524,7 +524,7 @@ def log(args, step, stats, rollout=None):
 class Recorded:
     """Replaces `read` in `sample` after the prompts are read: records a graph, and replays it."""
     def __init__(self, read, layers):
-        self.read, self.layers = read, layers
+        self.read, self.layers = read, layers  # the layers of the cache that `read` writes to
         self.rows = self.room = 0  # rows in the recording, and columns in its cache
 
     def __call__(self, ids, attention, positions):
@@ -569,15 +569,15 @@ RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  #
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\\": ",", "{,}": ",", ";": ","}
 REWRITTEN = [
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Yes -> yes, No -> no; but words of two letters keep their case: CO is not Co
+    # Yes -> yes, No -> no; but if no word has three letters, case counts: CO is not Co
     (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{ ?(\w) ?}", r"\1"),  # sqrt{3} -> sqrt3
-    # frac12, frac{1}2, frac{-1}{2} -> 1/2; but sqrtfrac12, 2^frac12 and log_2frac12 stay
+    # frac12 -> 1/2, frac{-1}{20} -> -1/20; but sqrtfrac12, 2^frac12 and log_2frac12 stay
     (r"(?<![a-z^_ ])(?<!_\w) ?frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),
-    # f(x) = 2*pi. -> 2pi; x in [0,1] -> [0,1]
+    # 2*pi -> 2pi; 5. -> 5; f(x) = 2 -> 2 and x in [0,1] -> [0,1]
     (r"\* ?(?=[a-z])| ?\.$|^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),
     (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
     (r"^(?:{([^{}]*)}|\(([^(),]*)\))$", r"\1\2"),  # {1, 2} -> 1, 2; (5) -> 5
