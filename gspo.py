@@ -38,8 +38,8 @@ def parse_args(argv=None):
     add, count = parser.add_argument, common.above_zero(int)
     add("--prompts", type=count, default=32, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=8, help="G, completions per prompt; usually 8 to 64")
-    add("--eps_low", type=float, help="lower clip range in (3); None: 3e-4, or .01 in bfloat16")
-    add("--eps_high", type=float, help="upper clip range in (3); None: 4e-4, or .01 in bfloat16")
+    add("--eps_low", type=float, help="lower clip range in (3); None: 3e-4, or 0.01 in bfloat16")
+    add("--eps_high", type=float, help="upper clip range in (3); None: 4e-4, or 0.01 in bfloat16")
     add("--beta", type=float, default=0.0,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")

@@ -43,8 +43,8 @@ def parse_args(argv=None):
     add, count = parser.add_argument, common.above_zero(int)
     add("--prompts", type=count, default=256, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=1, help="G, completions per prompt; one is enough")
-    add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually .1 to .3")
-    add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually .1 to .3")
+    add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
+    add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually 0.1 to 0.3")
     add("--beta", type=float, default=0.05,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--gamma", type=float, default=1.0, help="discount factor in (1); usually 1 (no discount)")
