@@ -306,7 +306,7 @@ def load_policy(args):
     # If one row is longer than the second, Phi-3 changes the rotary embedding of the whole batch.
     for name in ("max_position_embeddings", "original_max_position_embeddings"):
         room = getattr(text, name, None) or math.inf
-        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"the model's {name} is {room}"
+        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32)
     policy.to(args.device).train()  # gradient checkpointing works only in training mode
