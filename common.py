@@ -1,25 +1,13 @@
 """What the three scripts share: everything that is not the algorithm.
 
-The first five sections follow one step: read them along with the scripts. The next five are about
-everything around it, and you can skip the last two, CUDA graphs and math answers. We check for what
-would fail silently (wrong training, wrong rewards, lost work) and for a few common slips.
+The first five sections follow one step: read them along with a script. The next four are about
+everything around it. You may stop at the section Other people's models: everything from there on is
+for models, GPUs, and answers that the algorithms never see.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
 tokens in the vocabulary; H the hidden size. A minibatch has a smaller N, a micro-batch a smaller
 N, T, and C; n is any other number of rows or tokens.
-
-A rollout is a dict:
-    problems           a list of N problems: the one that each row answers
-    texts              a list of N strings: the completions
-    ids                (N, C)  prompt, then completion, padded on the right
-    prompt_length      (N,)    token t of a completion is in column prompt_length + t of ids
-    completion_length  (N,)    its number of tokens, including the stop token
-    finished           (N,)    True where a stop token ended the completion
-    mask               (N, T)  1.0 on the tokens to train on: initially, the whole completion.
-                               Tokens you set to 0 stay in the context. A row of zeros is skipped
-    sampled_logp       (N, T)  log pi of each token, as the sampler computed it
-The scripts add rewards (N,), old_logp, ref_logp, old_values, returns (N, T), adv (N, T) or (N, 1).
 """
 import argparse
 import glob
@@ -27,6 +15,7 @@ import json
 import math
 import random
 import re
+import sys
 from datetime import datetime
 from fractions import Fraction
 from functools import lru_cache
@@ -47,8 +36,8 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model a
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
-    """Sample group_size completions for each of P problems: a rollout. (transformers' generate uses
-    the model's top_k, reads each prompt group_size times, and keeps computing finished rows.)"""
+    """Sample group_size completions for each of P problems. Returns a rollout, to which the scripts
+    add rewards (N,), old_logp, ref_logp, old_values, returns (N, T), and adv (N, T) or (N, 1)."""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
     with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
@@ -63,47 +52,43 @@ def generate(model, tokenizer, problems, group_size, args):
     # Leave out the stop token, but keep other special tokens: they may mark the answer.
     shown = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
     problems = [problem for problem in problems for _ in range(group_size)]  # now N of them
-    ids, _ = padded([p["prompt"] + c for p, c in zip(problems, completions)], model.device)
+    rows = [torch.tensor(p["prompt"] + c) for p, c in zip(problems, completions)]
     return {
-        "problems": problems,
-        "texts": tokenizer.batch_decode(shown),
-        "ids": ids,
+        "problems": problems,  # a list of N: the problem that each row answers
+        "texts": tokenizer.batch_decode(shown),  # a list of N strings: the completions
+        # (N, C) prompt, completion, padding. Token t of a completion is in column prompt_length + t
+        "ids": pad_sequence(rows, batch_first=True).to(model.device),
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
-        "completion_length": lengths,
-        "finished": finished,
-        "mask": mask,
-        "sampled_logp": logp[:, :lengths.max()] * mask}
-
-# What models call their argument for the KV cache. They ignore any other name without a word.
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
-
-class Cache(transformers.DynamicCache):
-    """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
-    def update(self, keys, values, *args, **kwargs):
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+        "completion_length": lengths,  # (N,) number of tokens, including the stop token
+        "finished": finished,  # (N,) True where a stop token ended the completion
+        "mask": mask,  # (N, T) 1.0 on the tokens to train on; what you set to 0 is only read
+        "skip": torch.zeros_like(finished),  # (N,) True on the rows that update leaves out
+        "sampled_logp": logp[:, :mask.shape[1]] * mask}  # (N, T) log pi, as the sampler computed it
 
 def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
-    padded on the left, so that all rows write to the same column of the cache."""
+    padded on the left, so that all rows write to the same column of the cache. (transformers'
+    generate reads each prompt group_size times, and keeps computing finished rows.)"""
     cache = Cache(config=model.config)
 
-    def read(ids, attention, positions):
-        """Read ids (n, columns) into the cache. Returns the last column's hidden states (n, H)."""
+    def read(ids, attention):
+        """Read columns, ids (n, columns), into the cache. attention is 0 on padding, and spans all
+        columns so far. Returns the hidden states of the last column, (n, H)."""
+        positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]  # (n, columns)
         return model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            use_cache=True, **{CACHE: cache}).last_hidden_state[:, -1]
+            cache=cache, use_cache=True).last_hidden_state[:, -1]
 
-    ids, attention = padded(prompts, model.device, "left")  # both (P, S)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)  # (P, S)
-    hidden = read(ids, attention, positions)  # (P, H)
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+    attention, ids = (ids >= 0).long(), ids.clamp(min=0)  # both (P, S)
     # Each prompt is read once. From here on, it has a row for each of its completions.
     active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in use, now N
     owner = active // group_size  # (N,) the prompt of each row
+    hidden = read(ids, attention)[owner]  # (N, H)
     cache.reorder_cache(owner)  # selects rows: from P to N
-    hidden, attention, positions = hidden[owner], attention[owner], positions[owner, -1:]
-    if args.cuda_graphs and all(type(layer) is DynamicLayer for layer in cache.layers):
-        read = Recorded(read, cache.layers)  # see section CUDA graphs
+    attention = pad(attention, (0, args.max_new_tokens), value=1)[owner]  # (N, S + max_new_tokens)
+    read_token = Recorded(read, cache) if args.cuda_graphs and can_record(cache) else read
 
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
     sampled_logp = torch.zeros(tokens.shape, device=model.device)
@@ -118,9 +103,7 @@ def sample(model, prompts, group_size, stop, args):
             if len(kept) < len(active) / 2:
                 cache.reorder_cache(kept)
                 active, token = active[kept], token[kept]
-                attention, positions = attention[kept], positions[kept]
-        attention, positions = pad(attention, (0, 1), value=1), positions + 1
-        hidden = read(token[:, None], attention, positions)  # (n, H)
+        hidden = read_token(token[:, None], attention[active, :ids.shape[1] + t + 1])  # (n, H)
     return tokens, sampled_logp
 
 def draw(logits, temperature):
@@ -134,17 +117,11 @@ def draw(logits, temperature):
     token = torch.searchsorted(cumulative, u * cumulative[:, -1:])  # (n, 1)
     return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
-def padded(rows, device, side="right"):
-    """Pad lists of ids. Returns the padded ids and a mask of real tokens, both (rows, longest)."""
-    rows = [torch.tensor(row) for row in rows]
-    real = [torch.ones_like(row) for row in rows]
-    return [pad_sequence(x, True, padding_side=side).to(device) for x in (rows, real)]
-
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, args, chunk=2 ** 26):
-    """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature).
-    Returns (N, T) float32, which is 0 where the mask is 0. The full (M, K) logits are never
-    materialized: we compute `chunk` of them at a time (0.27 GB), and again in the backward pass."""
+    """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature), in
+    float32: (N, T), 0 where the mask is 0. We never hold all (M, K) logits, but compute `chunk` of
+    them at a time (0.27 GB), and again in the backward pass."""
     def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
         return -cross_entropy(logits, target, reduction="none")
@@ -155,34 +132,28 @@ def token_logprobs(model, batch, args, chunk=2 ** 26):
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
 def completion_states(model, batch, args):
-    """Run the model's backbone. For the M tokens whose mask is 1, return:
-        index   two (M,): their positions in (N, T)
-        hidden  (M, H): the hidden states one column to the left, which predict them
-        target  (M,): their ids
-    This is the only place in training that shifts by one."""
+    """Run the model's backbone. For the M tokens whose mask is 1, return their positions in (N, T),
+    the hidden states one column to the left, which predict them, (M, H), and their ids, (M,)."""
     i, t = batch["mask"].nonzero(as_tuple=True)  # both (M,): a position in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16",
-                        cache_enabled=False):  # each bfloat16 copy is used once: don't keep it
+    # Each weight's bfloat16 copy is used once, so it need not be kept.
+    with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16", cache_enabled=False):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
-    return (i, t), hidden[i, column - 1], batch["ids"][i, column]
+    return (i, t), hidden[i, column - 1], batch["ids"][i, column]  # our only shift by one
 
 def head_logits(model, hidden):
     """Compute logits from hidden states, (M, H) -> (M, K), in float32 (TF32 on a GPU, unless
     --dtype is float32): bfloat16 would round a logit of 20 by up to 0.06."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    # Gemma soft-caps its logits. load_policy refuses models that change them in any other way.
-    cap = getattr(config, "final_logit_softcapping", None)
-    return cap * (logits / cap).tanh() if cap else logits
+    return soft_capped(logits, model.config)
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
-    """Split the tensors of a rollout into `count` parts of about equal size, and add "row", (N,):
-    the index of each row. Groups stay together, so that GRPO's advantages sum to 0 in each step of
-    the optimizer. Nothing is shuffled: all epochs, and over_batches, see the same parts."""
+    """Split the tensors of a rollout into `count` parts of about equal size, without shuffling, and
+    add "row", (N,), the index of each row. Groups stay together: their advantages sum to 0."""
     tensors = {name: value for name, value in rollout.items() if torch.is_tensor(value)}
     tensors["row"] = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
     for rows in tensors["row"].view(-1, group_size).tensor_split(count):
@@ -191,17 +162,18 @@ def minibatches(rollout, count, group_size):
 def micro_batches(batch, tokens):
     """Split a batch into micro-batches of at most `tokens` tokens, including padding; a longer row
     gets its own. Rows are sorted by length to reduce padding, and trimmed to the longest in their
-    micro-batch: ids to its C, all other tensors to its T. Rows whose mask is 0 are dropped."""
-    batch = {name: value[batch["mask"].any(1)] for name, value in batch.items()}
+    micro-batch: ids to its C, all other tensors to its T. Rows to skip are left out."""
+    batch = {name: value[~batch["skip"]] for name, value in batch.items()}
     lengths = batch["prompt_length"] + batch["completion_length"]
     order = lengths.argsort(descending=True)
     while len(order) > 0:
-        c = int(lengths[order[0]])  # the longest remaining row decides how many fit
-        rows, order = order.tensor_split([max(1, tokens // c)])
-        part = {name: value[rows] for name, value in batch.items()}
-        t = int(part["completion_length"].max())
-        trimmed = {name: value[:, :t] for name, value in part.items() if value.dim() > 1}
-        yield part | trimmed | {"ids": part["ids"][:, :c]}
+        longest = int(lengths[order[0]])
+        fit = max(1, tokens // longest)
+        part = {name: value[order[:fit]] for name, value in batch.items()}
+        T = int(part["completion_length"].max())
+        trimmed = {name: value[:, :T] for name, value in part.items() if value.dim() > 1}
+        yield part | trimmed | {"ids": part["ids"][:, :longest]}
+        order = order[fit:]
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
@@ -213,57 +185,46 @@ def over_batches(function, model, rollout, args):
     return result
 
 # ---- Optimizer ----
-class Optimizer(torch.optim.AdamW):
-    """AdamW with learning-rate warmup and gradient-norm clipping. Weights are float32: with the 8
-    significant bits of bfloat16, adding 1e-6 to a weight of 0.02 would change nothing."""
-    def __init__(self, model, lr, args, eps=1e-8):
-        # PyTorch's default for the second beta, 0.999, would average over about 1000 steps.
-        super().__init__(model.parameters(), lr, (0.9, 0.95), eps, weight_decay=0.0, fused=True)
-        self.full_lr, self.args = lr, args
-        self.param_groups[0]["steps"] = 0  # in the group, so that state_dict saves it
-
-    def clip_and_step(self):
-        """Clip the gradient, take a step, zero the gradient. Returns statistics for `means`. No
-        step is taken if the gradient is not finite or is 0: momentum would still move weights."""
-        group = self.param_groups[0]
-        norm = torch.nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm).item()
-        stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
-        if 0 < norm < math.inf:
-            group["steps"] += 1
-            group["lr"] = self.full_lr * min(1, group["steps"] / max(1, self.args.warmup_steps))
-            stats |= {"grad_norm": (norm, 1), "lr": (group["lr"], 1)}
-            self.step()
-        self.zero_grad()
-        return stats
+def clip_and_step(optimizer, lr, args):
+    """Clip the gradient, take a step with a warmup to `lr`, zero the gradient. Returns statistics.
+    No step is taken if the gradient is not finite or is 0: momentum would still move weights."""
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).item()
+    stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
+    if 0 < norm < math.inf:
+        group["steps"] = group.get("steps", 0) + 1  # state_dict saves what is in the group
+        group["lr"] = lr * min(1, group["steps"] / max(1, args.warmup_steps))
+        stats |= {"grad_norm": (norm, 1), "lr": (group["lr"], 1)}
+        optimizer.step()
+    optimizer.zero_grad()
+    return stats
 
 # ---- Statistics ----
 def means(logged):
-    """Reduce what an update logged, a list of dicts of (sum, count) pairs, to one number per name:
-    the total sum over the total count."""
-    totals = {}
+    """Reduce a list of dicts of (sum, count) pairs to total sum / total count for each name."""
+    pairs = {}
     for stats in logged:
-        for name, (total, count) in stats.items():
-            old_total, old_count = totals.get(name, (0, 0))
-            totals[name] = old_total + total, old_count + count
-    return {name: float(total / count) for name, (total, count) in totals.items()}
+        for name, pair in stats.items():
+            pairs.setdefault(name, []).append(pair)
+    return {name: float(sum(x for x, _ in p) / sum(n for _, n in p)) for name, p in pairs.items()}
 
-def rollout_stats(rollout, group_size):
+def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
-    tokens. sampling_logp_difference, the RMS of training minus sampling, should be rounding."""
+    tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view(len(lengths) // group_size, group_size)  # (P, G), or fails
+    groups = rollout["rewards"].view(len(lengths) // args.group_size, args.group_size)  # or fails
     assert groups.isfinite().all(), "a reward is not finite"
-    stats = {
-        "reward": groups.mean(),
-        "completion_length": lengths.float().mean(),
-        "truncated": 1 - rollout["finished"].float().mean(),
-        "entropy": -rollout["sampled_logp"].sum() / lengths.sum()}
-    if group_size > 1:
+    stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
+             "truncated": 1 - rollout["finished"].float().mean(),
+             "entropy": -rollout["sampled_logp"].sum() / lengths.sum()}
+    if args.group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    trained = rollout["mask"] > 0  # (N, T)
+    trained = (rollout["mask"] > 0) & ~rollout["skip"][:, None]  # (N, T)
     if trained.any():  # the mean over no tokens would be nan
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
-        stats["sampling_logp_difference"] = difference.square().mean().sqrt()
+        rms = stats["sampling_logp_difference"] = difference.square().mean().sqrt()
+        limit = 0.3 if args.dtype == "bfloat16" else 1e-3
+        assert rms < limit, f"sampling differs from training by {rms:.2g}: see rollout_stats"
         if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
             log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
             stats["kl"] = (log_x.expm1() - log_x).mean()
@@ -289,72 +250,26 @@ def evaluate(policy, tokenizer, problems, reward, args):
         stats["eval_accuracy"] = answer_reward(problems, texts)  # whatever the reward is
     return {name: torch.tensor(x).float().mean().item() for name, x in stats.items()}
 
-# ---- Models ----
-# For models without a chat template: the messages, with a newline after each.
-PLAIN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
-
-def load_policy(args):
-    """Load --model and its tokenizer."""
-    transformers.utils.logging.disable_progress_bar()
-    if args.model == TOY:
-        torch.set_num_threads(1)  # its numbers should not depend on the core count
-    config = transformers.AutoConfig.from_pretrained(args.model)
-    text = config.get_text_config()
-    # Dropout and router jitter would move the ratio away from 1.
-    text.update({name: 0.0 for name, value in vars(text).items()
-                 if isinstance(value, float) and ("drop" in name or "jitter" in name)})
-    # If one row is longer than the second, Phi-3 changes the rotary embedding of the whole batch.
-    for name in ("max_position_embeddings", "original_max_position_embeddings"):
-        room = getattr(text, name, None) or math.inf
-        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
-    policy = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, dtype=torch.float32)
-    policy.to(args.device).train()  # gradient checkpointing works only in training mode
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
-    if args.gradient_checkpointing:
-        # Newer versions of transformers use the first name and deprecate the second.
-        getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
-    # This class uses tokenizer.json as it is. For some models, AutoTokenizer replaces parts of it.
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.model)
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-    # We apply the LM head ourselves. Some models do more: Cohere's, for example, scale the logits.
-    ids = torch.arange(8, device=args.device)[None]
-    ours = head_logits(policy, policy.base_model(ids, use_cache=False).last_hidden_state)
-    own = policy(ids, use_cache=False).logits
-    assert (ours - own).abs().max() < 1e-3, f"{type(policy).__name__} does more than its LM head"
-    policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
-    policy.generation_config.do_sample = True  # else saving a config with a temperature fails
-    return policy, tokenizer
-
-def stop_ids(model, tokenizer):
-    """Return the ids that end a completion: the EOS of the model and of the tokenizer, and the
-    token that ends a turn in the chat template (not the EOS in Qwen2.5's base models)."""
-    eos = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
-    for i in tokenizer.encode(after, add_special_tokens=False):
-        # The first added token ends the turn. But Gemma's newlines are added tokens, too.
-        if str(tokenizer.added_tokens_decoder.get(i, "")).strip():
-            return sorted(stops | {i})
-    return sorted(stops)
-
 # ---- Problems ----
 def load_problems(args, tokenizer):
     """Load the training and held-out problems, which are the same for every --seed."""
+    def asked(problem):  # the whole chat tells problems apart, since many end alike
+        return "\n".join(str(message["content"]) for message in problem["chat"])
     splits = read_dataset(args.dataset, args.subset)
-    train = prepare(splits[args.split], tokenizer, args)
+    rows = eval_rows = splits[args.split]
+    train = prepare(rows, tokenizer, args)
+    # From a lone split, hold out a fifth of the problems, whatever their order.
+    held_out = [p for p in train if random.Random(asked(p)).random() < 0.2]
     if len(splits) > 1:
-        held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # a file, for example: hold out a fifth of the questions, whatever their order
-        held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
-    asked = {p["question"] for p in held_out}
-    train = [p for p in train if p["question"] not in asked]  # no question is in both
+        eval_rows = splits[args.eval_split]
+        held_out = prepare(eval_rows, tokenizer, args)
+    both = {asked(p) for p in held_out}
+    train = [p for p in train if asked(p) not in both]  # no problem is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
-    print(f"{len(splits[args.split])} rows: {len(train)} for training, {len(held_out)} held out")
-    assert train and held_out, "too few rows, or prompts of more than --max_prompt_tokens"
+    print(f"{len(train)} of {len(rows)} rows for training,"
+          f" {len(held_out)} of {len(eval_rows)} held out")
+    assert train and held_out, "too few rows can be used: see prepare"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
     return train, held_out
@@ -367,57 +282,58 @@ def read_dataset(source, subset=None):
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
-    """Turn rows into problems: dicts with "question" as a string, "prompt" as ids, "answer" (a
-    string if --answer_column is set), and all other columns. In a row, a question is a string, or
-    a chat that ends with the user's message. Rows that cannot be used are dropped."""
+    """Turn rows into problems: dicts of all columns and of "chat" (a list of messages, made from a
+    question that is a string), "question" (the last message's text), "prompt" (ids), "answer". Rows
+    with no question, no answer that the grader can read, or too long a prompt are dropped."""
     problems = []
     for row in split.to_list():
-        # None and nan (the x != x) become "".
-        row = {k: "" if x is None or x != x else x for k, x in row.items()}
-        chat, answer, usable = row[args.question_column], row.get("answer", ""), True
-        if not isinstance(chat, list):
-            chat = [{"role": "user", "content": str(chat)}]
-        if args.system_prompt and chat[0]["role"] != "system":
-            chat = [{"role": "system", "content": args.system_prompt}, *chat]
+        row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
+        chat, answer = row[args.question_column], row.get("answer", "")
         if args.answer_column:
             gold = row[args.answer_column]
-            assert not isinstance(gold, (list, dict, bytes)), f"not a string or number: {gold}"
+            # A float may have lost digits: 9007199254740993 becomes 9007199254740992.0.
+            assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
+                f"give gold answers as strings, not {gold!r}")
             answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's have their own mark, ####
-            # It must be right by its own measure. JSON reads "\frac" as a form feed and "rac".
-            usable = math_reward(f"<answer>{answer}</answer>", answer) and answer.isprintable()
-        question = str(chat[-1]["content"])
-        if question and usable:
-            problems.append(row | {"question": question, "answer": answer, "prompt": chat})
-    assert problems, "no usable row: see prepare"
-    chats = [problem["prompt"] for problem in problems]
-    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # in GPT-2, they are the same
-    for problem, prompt in zip(problems, prompts):
-        assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
-        problem["prompt"] = prompt
-    return [problem for problem in problems if 0 < len(problem["prompt"]) <= args.max_prompt_tokens]
+            # JSON reads "\frac" as a form feed, a control character, and "rac".
+            if not canonical(answer) or min(answer) < " ":
+                continue
+        if not isinstance(chat, list):
+            chat = [{"role": "user", "content": chat}]
+        question = chat[-1]["content"] if chat else ""
+        if not question:
+            continue
+        assert isinstance(question, str), f"a question must be a string, not {question!r}"
+        assert chat[-1]["role"] != "assistant", f"the prompt would hold the answer: {chat[-1]}"
+        led = not args.system_prompt or chat[0]["role"] == "system"
+        messages = chat if led else [{"role": "system", "content": args.system_prompt}, *chat]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        if 0 < len(prompt) <= args.max_prompt_tokens:
+            check_known(prompt, tokenizer)
+            problems.append(row | {
+                "chat": chat, "question": question, "prompt": prompt, "answer": answer})
+    return problems
 
 def batch_of(problems, step, count, seed):
     """Return a step's `count` problems: the next of an endless list, shuffle after shuffle."""
-    @lru_cache
-    def shuffle(k):
-        return random.Random(f"{seed} {k}").sample(problems, len(problems))
-    places = range((step - 1) * count, step * count)
-    return [shuffle(i // len(problems))[i % len(problems)] for i in places]
+    n, places = len(problems), range((step - 1) * count, step * count)
+    numbers = {i // n for i in places}  # of the shuffles: usually one, or two
+    shuffles = {k: random.Random(f"{seed} {k}").sample(problems, n) for k in numbers}
+    return [shuffles[i // n][i % n] for i in places]
 
 # ---- Command line ----
-INSTRUCTION = "Reason step by step, then give the final answer on a last line after ####."
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the docstring as written, and the defaults of flags."""
 
-def above_zero(kind):
-    """Make an argparse type for flags that at 0 would train nothing, or stop a run halfway."""
-    def number(text):
-        if kind(text) > 0:
+def number(kind, zero=False):
+    """Make an argparse type: a finite number above 0 or, with zero=True, at least 0."""
+    def checked(text):
+        if 0 < kind(text) < math.inf or zero and kind(text) == 0:
             return kind(text)
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
+        raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
+    return checked
+
+count, positive, amount = number(int), number(float), number(float, zero=True)
 
 def make_parser(file, doc):
     """Make a parser with the flags that all scripts share; --help shows `doc`."""
@@ -425,8 +341,7 @@ def make_parser(file, doc):
         prog=Path(file).name, usage="python %(prog)s [flags]", description=doc,
         formatter_class=HelpFormatter, allow_abbrev=False)
     parser.set_defaults(script=parser.prog)
-    add, count, positive = parser.add_argument, above_zero(int), above_zero(float)
-    cuda = torch.cuda.is_available()
+    add, cuda = parser.add_argument, torch.cuda.is_available()
     bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
     add("--model", help="directory or Hub name; if not given, the toy, with the flags in tests/toy")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
@@ -435,20 +350,21 @@ def make_parser(file, doc):
     add("--eval_split", default="test", help="split to evaluate on; a lone split gives a fifth")
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
-    add("--system_prompt", default=INSTRUCTION, help="used unless a chat brings its own")
+    add("--system_prompt", help="used unless a chat brings its own",
+        default="Reason step by step, then give the final answer on a last line after ####.")
     add("--max_prompt_tokens", type=count, default=512, help="longer prompts are dropped")
     add("--max_new_tokens", type=count, default=1024, help="maximum length of a completion")
     add("--temperature", type=positive, default=1.0, help="for both sampling and log-probs")
     add("--micro_batch_tokens", type=count, default=8192 if cuda else 1536, help="tokens per pass")
     add("--warmup_steps", type=int, default=20, help="optimizer steps of linear warmup to --lr")
     add("--max_grad_norm", type=positive, default=1.0, help="clip the gradient norm to this")
-    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True,
-        help="recompute activations: a third more compute, far less memory")
-    add("--cuda_graphs", action=argparse.BooleanOptionalAction, default=True, help="for sampling")
+    yes_or_no = {"action": argparse.BooleanOptionalAction, "default": True}
+    add("--gradient_checkpointing", **yes_or_no, help="a third more compute, far less memory")
+    add("--cuda_graphs", **yes_or_no, help="for faster sampling on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="CPU or GPU")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if bfloat16 else "float32",
         help="for matrix products, except in the LM head; weights are float32")
-    add("--steps", type=int, default=200, help="number of steps, with one rollout each")
+    add("--steps", type=int, default=200, help="number of steps; 0 only evaluates")
     add("--seed", type=int, default=0, help="seed for sampling and for the order of problems")
     add("--out", default=f"runs/{Path(file).stem}-{datetime.now():%m%d-%H%M%S-%f}", help="folder")
     add("--resume", action="store_true", help="continue the run in --out; new flags override it")
@@ -458,34 +374,57 @@ def make_parser(file, doc):
     return parser
 
 def parse(parser, argv, **toy):
-    """Parse `argv`, then again with the flags of the resumed run, or the toy's, as defaults."""
-    args = parser.parse_args(argv)
+    """Parse `argv`; for a resumed run, what it was given before and then `argv`, so that new flags
+    win. Without --model, the toy's settings, in tests/toy/args.json and `toy`, are the defaults."""
+    given = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(given)
     if args.resume != Path(args.out).exists():
         parser.error(f"--out {args.out} must exist with --resume, and must not exist without")
     if args.resume:
-        parser.set_defaults(**json.loads(Path(args.out, "args.json").read_text()))
-    elif args.model is None:
+        run = json.loads(Path(args.out, "args.json").read_text())
+        assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"
+        given = run["given"] + given
+    if parser.parse_args(given).model is None:
         toy |= json.loads(Path(TOY, "args.json").read_text())
         parser.set_defaults(model=TOY, dataset=TOY, **toy)
-    args = parser.parse_args(argv)
-    assert args.script == parser.prog, f"the run in --out is one of {args.script}"
+    args = parser.parse_args(given)
     if args.dataset is None:
         parser.error("--model needs a --dataset")
     if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
+    args.given = given
     return args
 
 # ---- Run ----
+def load_policy(args):
+    """Load --model and its tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    if args.model == TOY:
+        torch.set_num_threads(1)  # its numbers should not depend on the core count
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"
+    policy = load_model(args).train()  # gradient checkpointing works only in training mode
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable()
+    # This class takes tokenizer.json as it is. AutoTokenizer may replace parts of it.
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.model)
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+    policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
+    policy.generation_config.do_sample = True  # else saving a config with a temperature fails
+    return policy, tokenizer
+
 def open_run(args, parts):
     """Make --out, or with --resume load its last checkpoint into `parts`. Returns the step."""
     print(*(f"{name}={value}" for name, value in vars(args).items()))
     out, state = Path(args.out), {"step": 0, "metrics": ""}
-    if args.resume:
+    (out / "completions").mkdir(parents=True, exist_ok=args.resume)
+    (out / "metrics.jsonl").touch()
+    # A run that was killed before its first checkpoint has logged nothing: it begins again.
+    if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
+            assert name in state, f"the run in --out has saved no {name}, and cannot get one now"
             part.load_state_dict(state[name])
-    (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").write_text(state["metrics"])  # without steps after the checkpoint
     (out / "args.json").write_text(json.dumps(vars(args), indent=1))
     return state["step"]
@@ -504,70 +443,110 @@ def log(args, step, stats, rollout=None):
     """Write a step's statistics and completions to files, and print the main statistics."""
     with Path(args.out, "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step} | stats) + "\n")
-    unprinted = "loss lr grad_norm zero_gradient zero_variance_groups".split()
-    line = "".join(f"   {name} {x:.3g}" for name, x in stats.items()
-                   if name not in unprinted and not name.startswith("value_"))
-    print(f"step {step}/{args.steps}{line}", flush=True)
+    shown = {k: x for k, x in stats.items() if not re.match("loss|lr|grad_norm|zero_|value_", k)}
+    print(f"step {step}/{args.steps}", *(f"  {k} {x:.3g}" for k, x in shown.items()), flush=True)
     if rollout:
         rows = zip(rollout["problems"], rollout["texts"], rollout["rewards"].tolist())
-        lines = [json.dumps({"question": p["question"], "answer": p["answer"], "completion": text,
-                             "reward": reward}, default=str) + "\n" for p, text, reward in rows]
-        Path(args.out, "completions", f"step-{step}.jsonl").write_text("".join(lines))
-    limit = 0.3 if args.dtype == "bfloat16" else 1e-3
-    assert stats.get("sampling_logp_difference", 0) < limit, "sampling differs: see rollout_stats"
+        with Path(args.out, "completions", f"step-{step}.jsonl").open("w") as file:
+            for p, text, r in rows:
+                row = {"question": p["question"], "answer": p["answer"], "completion": text}
+                file.write(json.dumps(row | {"reward": r}, default=str) + "\n")
+
+# ---- Other people's models ----
+# If a model has no chat template: the messages, with a newline after each.
+PLAIN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+
+def load_model(args):
+    """Load --model in float32. With the 8 significant bits of bfloat16, adding 1e-6 to a weight of
+    0.02 would change nothing."""
+    config = transformers.AutoConfig.from_pretrained(args.model)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(text, name, 0.0)  # dropout would move the ratio away from 1
+    # If one row is longer than the second, Phi-3 changes the rotary embedding of the whole batch.
+    for name in ("max_position_embeddings", "original_max_position_embeddings"):
+        room = getattr(text, name, None) or math.inf
+        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32).to(args.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
+    # We apply the LM head ourselves. Some models do more: Cohere's, for example, scale the logits.
+    ids = torch.arange(8, device=args.device)[None]
+    ours = head_logits(model, model.base_model(ids, use_cache=False).last_hidden_state)
+    own = model(ids, use_cache=False).logits
+    assert (ours - own).abs().max() < 1e-3, f"{type(model).__name__} does more than its LM head"
+    return model
+
+def soft_capped(logits, config):
+    """Squeeze logits into (-cap, cap), if the model does, as Gemma 2 does."""
+    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return cap * (logits / cap).tanh() if cap else logits
+
+def stop_ids(model, tokenizer):
+    """Return the ids that end a completion: the EOS of the model and of the tokenizer, and the
+    token that ends a turn in the chat template (not the EOS in Qwen2.5's base models)."""
+    eos = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+    after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
+    # The first added token ends the turn. But Gemma's newlines are added tokens, too.
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+    ends = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in added]
+    return sorted(stops | set(ends[:1]))
+
+def check_known(prompt, tokenizer):
+    """Refuse a prompt that the model cannot read. (In GPT-2, the unknown token is also EOS.)"""
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
+
+class Cache(transformers.DynamicCache):
+    """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 # ---- CUDA graphs ----
-# Python takes longer to launch the kernels of a token than a GPU takes to run them. A CUDA graph
-# records them and launches all at once: at 1.5B on an H100, a token takes a fifth of the time. It
-# runs on the same tensors each time, so the cache, which then cannot grow, needs spare columns.
-# Layers with a sliding window cannot be replayed, because they count their tokens in Python.
+# Python takes longer to launch the kernels of a token than a GPU to run them. A CUDA graph records
+# them and launches all at once: at 1.5B on an H100, a token takes a fifth of the time. It runs on
+# the same tensors each time, so the cache, which then cannot grow, needs spare columns.
+def can_record(cache):  # not a sliding window, which counts its tokens in Python
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
 class Recorded:
-    """Replaces `read` in `sample` after the prompts are read: records a graph, and replays it."""
-    def __init__(self, read, layers):
-        self.read, self.layers = read, layers  # the layers of the cache that `read` writes to
+    """Does what `read` in `sample` does, for one token per row: records a graph, and replays it."""
+    def __init__(self, read, cache):
+        self.read, self.layers = read, cache.layers
         self.rows = self.room = 0  # rows in the recording, and columns in its cache
 
-    def __call__(self, ids, attention, positions):
+    def __call__(self, ids, attention):
         rows, width = attention.shape
-        if rows != self.rows or width > self.room:  # first token, rows dropped, or cache full
-            return self.record(ids, attention, positions)
-        for recorded, new in zip(self.inputs, (ids, attention, positions)):
-            recorded[:, :new.shape[1]] = new
-        self.graph.replay()  # writes self.hidden
-        return self.hidden
-
-    def record(self, ids, attention, positions):
-        """Widen the cache, and record `read`."""
-        self.rows, width = attention.shape
-        self.room = (width // 64 + 4) * 64  # 193 to 256 spare columns
-        full = width - 1  # `read` itself adds the last column
-        for i, old in enumerate(self.layers):
+        if rows == self.rows and width <= self.room:
+            self.ids[:], self.attention[:, :width] = ids, attention
+            self.graph.replay()  # writes self.hidden
+            return self.hidden
+        # The first token, rows were dropped, or the cache is full: widen it, and record.
+        self.rows, self.room = rows, (width // 64 + 4) * 64  # 193 to 256 spare columns
+        for i, old in enumerate(self.layers):  # `read` itself adds the last column
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
-            self.layers[i].update(old.keys[:, :, :full], old.values[:, :, :full])
-        self.inputs = ids.clone(), pad(attention, (0, self.room - width)), positions.clone()
+            self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
+        self.ids, self.attention = ids.clone(), pad(attention, (0, self.room - width))
+        hidden = self.read(self.ids, self.attention)  # unrecorded: a first call may allocate memory
         self.graph = torch.cuda.CUDAGraph()
-        # Read once unrecorded, because libraries may allocate memory on their first call.
-        hidden = self.read(*self.inputs)
         with torch.cuda.graph(self.graph):  # records kernels without running them
-            self.hidden = self.read(*self.inputs)
+            self.hidden = self.read(self.ids, self.attention)
         return hidden
 
 # ---- Math answers ----
 # Both answers are rewritten into a canonical form and compared as strings. Numbers become exact
 # fractions, and lists are sorted. There is no algebra and no conversion: 2+3 is not 5, and 10% is
 # not 0.1. A unit at the end is dropped, even if it is a variable: 5 m is 5.
-LONGEST = 600  # characters; a longer answer counts as wrong
-UNITS = ("degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|mile|yard|k?g|pound|"
-         "second|minute|hour|day|week|month|year")
-# Symbols and what they become, then patterns and what they become, in this order.
-RENAMED = dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "") | {  # invisible
-    r"\left": "", r"\right": "", r"\displaystyle": "", r"^{\circ}": "", r"^\circ": "", "°": "",
-    r"\!": "", r"\,": "", r"\:": "", r"\;": "", r"\$": "", "$": "", r"\%": "", "%": "", "~": "",
-    "−": "-", "–": "-", "‐": "-", "‑": "-", "π": "pi", "·": "*", "⋅": "*", r"\cdot": "*",
-    "×": "*", r"\times": "*", "≤": "<=", r"\leqslant": "<=", r"\leq": "<=", r"\le": "<=",
-    "≥": ">=", r"\geqslant": ">=", r"\geq": ">=", r"\ge": ">=",
-    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\\": ",", "{,}": ",", ";": ","}
-REWRITTEN = [
+REWRITTEN = [  # patterns and what they become, in this order
+    (r"[\u200b-\u200f\u2060\ufeff]", ""),  # invisible characters
+    (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
+    (r"\^{\\circ}|\^\\circ|°", ""),  # degrees
+    (r"[−–‐‑]", "-"), (r"π", "pi"), (r"[·⋅×]|\\cdot|\\times", "*"),
+    (r"≤|\\leq?(slant)?", "<="), (r"≥|\\geq?(slant)?", ">="),
+    (r"\\[dt]frac", r"\\frac"), (r"\\\\|;", ","), (r"\{,}", ","),
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
     # Yes -> yes, No -> no; but if no word has three letters, case counts: CO is not Co
     (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
@@ -576,13 +555,15 @@ REWRITTEN = [
     (r"sqrt\((\w+)\)", r"sqrt{\1}"),  # sqrt(3) -> sqrt{3}
     (r"{ ?(\w) ?}", r"\1"),  # sqrt{3} -> sqrt3
     # frac12 -> 1/2, frac{-1}{20} -> -1/20; but sqrtfrac12, 2^frac12 and log_2frac12 stay
-    (r"(?<![a-z^_ ])(?<!_\w) ?frac ?(?:(\w)|{(-?[^-+{}]*)}) ?(?:(\d)|{(\d+)})", r" \1\2/\3\4 "),
+    (r"(?<![a-z^_ ])(?<!_\w) ?frac ?(\w|{-?[^-+{}]*}) ?(\d|{\d+})",
+     lambda m: f" {m[1].strip('{}')}/{m[2].strip('{}')} "),
     # 2*pi -> 2pi; 5. -> 5; f(x) = 2 -> 2 and x in [0,1] -> [0,1]
     (r"\* ?(?=[a-z])| ?\.$|^[a-zA-Z](\(\w\))?( ?=| in\b)", ""),
-    (rf"(\d|pi|\}}) *(square )?({UNITS})s?( ?\^[23])?$", r"\1"),  # 5 cm^2 -> 5
+    (r"(\d|pi|\}) *(square )?(degree|dollar|cent|percent|unit|[ck]?m|meter|foot|feet|ft|inch(es)?|"
+     r"mile|yard|k?g|pound|second|minute|hour|day|week|month|year)s?( ?\^[23])?$", r"\1"),  # 5 cm^2
     (r"^(?:{([^{}]*)}|\(([^(),]*)\))$", r"\1\2"),  # {1, 2} -> 1, 2; (5) -> 5
     # 1,234 -> 1234; but not 0,125
-    (r"^-?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", lambda m: m[0].replace(",", "")),
+    (r"^(- ?)?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", lambda m: m[0].replace(",", "")),
     (r" *([^\d ]) *", r"\1"),  # 1, 2 -> 1,2; but 4 2 is not 42
 ]
 
@@ -592,31 +573,29 @@ def answer_reward(problems, completions):
 
 def math_reward(completion, answer):
     """Return 1.0 if the marked answer equals `answer`, else 0.0. `answer` may have its own mark."""
-    given, gold = extract_answer(completion), extract_answer(f"<answer>{answer}</answer>")
-    return float(canonical(given) == canonical(gold) != "")
+    given = canonical(extract_answer(completion))
+    gold = canonical(extract_answer(f"<answer>{answer}</answer>"))
+    return 1.0 if gold and given == gold else 0.0
 
-def extract_answer(text):
+def extract_answer(text, longest=600):
     r"""Find the answer in a completion: what follows the last mark, which is <answer>, \boxed{ or
     ####. Returns "" if there is no mark, or if the answer is never closed or too long."""
-    start, mark = max((text.rfind(mark), mark) for mark in ("<answer>", "\\boxed{", "####"))
-    if start < 0:
-        return ""
-    text, closed, _ = text[start + len(mark):].partition("</answer>")
+    mark = max("<answer>", "\\boxed{", "####", key=text.rfind)  # the last one
+    _, found, text = text.rpartition(mark)
+    text, closed, _ = text.partition("</answer>")
     if mark == "\\boxed{":
-        depths = list(accumulate((c == "{") - (c == "}") for c in text[:LONGEST + 1]))
+        depths = list(accumulate((c == "{") - (c == "}") for c in text[:longest + 1]))
         text = text[:depths.index(-1)] if -1 in depths else ""  # up to the mark's own brace
     elif mark == "####":
         text = text.strip().partition("\n")[0]
-    elif not closed:
+    elif not (found and closed):
         return ""
-    text = text.strip("* \n")  # models like to write #### **42**
-    return text if len(text) <= LONGEST else ""
+    text = text.rstrip().strip("* \n")  # models like to write #### **42**
+    return text if len(text) <= longest else ""
 
 @lru_cache(2 ** 16)
 def canonical(text):
     """Rewrite an answer so that equal answers become the same string: '2, 0.50' -> '1/2,2'."""
-    for symbol, name in RENAMED.items():
-        text = text.replace(symbol, name)
     for pattern, replacement in REWRITTEN:
         text = " ".join(re.sub(pattern, replacement, text).split())  # single spaces
     if re.search(r"[\[\](){}<>=|]", text):  # here the order matters: (1, 2) is not (2, 1)

@@ -17,7 +17,8 @@ the sampling. While pi = pi_old, it is on average the gradient of KL(pi_ref || p
 KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
-0. DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its beta.
+0. Each optimizer step maximizes the J of its own minibatch, with its own N. DeepSeekMath takes one
+step per rollout, so its w is always 1; we take four, with its beta.
 
     python grpo.py                                                                          # laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
@@ -34,20 +35,20 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add, count = parser.add_argument, common.above_zero(int)
+    add, count, positive, amount = parser.add_argument, common.count, common.positive, common.amount
     add("--prompts", type=count, default=32, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=8, help="G, completions per prompt; usually 8 to 64")
-    add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
-    add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually 0.1 to 0.3")
-    add("--beta", type=float, default=0.04,
+    add("--eps_low", type=amount, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
+    add("--eps_high", type=amount, default=0.2, help="upper clip range in (3); usually 0.1 to 0.3")
+    add("--beta", type=amount, default=0.04,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
     add("--kl", choices=["k3", "wk3"], default="k3", help="KL estimator in (4): k3, or w times k3")
     add("--ref_every", type=count, help="number of steps between copies of pi to pi_ref")
-    add("--lr", type=float, default=1e-6, help="learning rate of AdamW")
+    add("--lr", type=positive, default=1e-6, help="learning rate of Adam")
     add("--epochs", type=count, default=1, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
-    args = common.parse(parser, argv, lr=5e-4)  # for the toy; the default, 1e-6, is DeepSeekMath's
+    args = common.parse(parser, argv, lr=5e-4)  # the toy's; see also tests/toy/args.json
     if args.group_size < 2:
         parser.error("--group_size must be at least 2: the group's mean is the baseline")
     if args.beta == 0 and (args.kl == "wk3" or args.ref_every):
@@ -57,7 +58,7 @@ def parse_args(argv=None):
 def group_advantages(rewards, group_size):
     """Compute equation (1): rewards (N,), one group after another -> advantages (N,), which sum to
     0 in each group. The 1e-4 is our guard against a tiny std. The papers don't say which std they
-    use; ours divides by G - 1. Equal rewards get exactly 0, whatever their mean rounds to."""
+    use; ours divides by G - 1. If all rewards are equal, A is exactly 0, whatever rounding does."""
     r = rewards.view(-1, group_size)                                       # (P, G)
     adv = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)  # (P, G)            (1)
     equal = (r == r[:, :1]).all(1, keepdim=True)                           # (P, 1)
@@ -74,8 +75,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
     # Why the min: for A > 0 there is nothing left to gain once the ratio exceeds 1 + eps_high, and
     # for A < 0 once it falls below 1 - eps_low, so the gradient there is 0. On the other side the
-    # min takes the unclipped term, so that a step in the wrong direction can be undone, at least
-    # while the ratio is below e^20, where we clamp it.
+    # min takes the unclipped term, so that a step in the wrong direction can be undone.
     objective = torch.min(unclipped, clipped)                                                 # (3)
     if beta != 0:
         log_x = ((ref_logp - logp) * mask).clamp(max=20)                   # (N, T)
@@ -86,7 +86,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     loss = -(objective * mask / lengths).sum()
     # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
     is_clipped = (clipped < unclipped) * mask
-    # Skipped rows never get here (see update), so the logged loss is a mean over the trained ones.
+    # Rows to skip never get here (see update), so the logged loss is a mean over the others.
     return loss, {"loss": (loss.detach(), len(mask)), "clip_frac": (is_clipped.sum(), mask.sum())}
 
 @torch.no_grad()
@@ -99,13 +99,13 @@ def collect(policy, reference, tokenizer, problems, reward, args):
     adv = group_advantages(rollout["rewards"], args.group_size)            # 3. advantages: (N,)
     rollout["adv"] = adv[:, None]                                          # (N, 1)
     if args.beta == 0:
-        # Without a KL, a completion with A = 0 has a gradient of exactly 0, so update skips it.
-        rollout["mask"] = rollout["mask"] * (adv != 0)[:, None]            # (N, T)
+        # Without a KL, a completion with A = 0 has a gradient of exactly 0: update may skip it.
+        rollout["skip"] = adv == 0                                         # (N,)
     # 4. log-probs: (N, T), in the micro-batches of update, so that old_logp and logp round alike
     rollout["old_logp"] = common.over_batches(common.token_logprobs, policy, rollout, args)
     if reference is not None:
         rollout["ref_logp"] = common.over_batches(common.token_logprobs, reference, rollout, args)
-    stats = common.rollout_stats(rollout, args.group_size)
+    stats = common.rollout_stats(rollout, args)
     return rollout, stats
 
 def update(policy, optimizer, rollout, args):
@@ -115,7 +115,7 @@ def update(policy, optimizer, rollout, args):
     for _ in range(args.epochs):
         for minibatch in common.minibatches(rollout, args.minibatches, args.group_size):
             rows = len(minibatch["ids"])  # the N of (3): here the rows of one minibatch
-            # micro_batches drops the rows that are not trained on, but they count in N.
+            # micro_batches leaves out the rows to skip, but they count in N.
             for b in common.micro_batches(minibatch, args.micro_batch_tokens):
                 logp = common.token_logprobs(policy, b, args)  # shape of b["mask"], with gradient
                 loss, stats = policy_loss(
@@ -123,7 +123,7 @@ def update(policy, optimizer, rollout, args):
                     args.eps_low, args.eps_high, args.beta, args.kl)
                 (loss / rows).backward()
                 logged.append(stats)
-            logged.append(optimizer.clip_and_step())
+            logged.append(common.clip_and_step(optimizer, args.lr, args))
     return common.means(logged)
 
 def main(args):
@@ -132,7 +132,7 @@ def main(args):
     problems, held_out = common.load_problems(args, tokenizer)
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
-    optimizer = common.Optimizer(policy, args.lr, args)
+    optimizer = torch.optim.Adam(policy.parameters(), args.lr, (0.9, 0.95), fused=True)
     parts = {"policy": policy, "optimizer": optimizer}  # what a resumed run needs
     if reference is not None:
         parts["reference"] = reference

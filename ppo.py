@@ -40,24 +40,25 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add, count = parser.add_argument, common.above_zero(int)
+    add, count, positive, amount = parser.add_argument, common.count, common.positive, common.amount
     add("--prompts", type=count, default=256, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=1, help="G, completions per prompt; one is enough")
-    add("--eps_low", type=float, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
-    add("--eps_high", type=float, default=0.2, help="upper clip range in (3); usually 0.1 to 0.3")
-    add("--beta", type=float, default=0.05,
+    add("--eps_low", type=amount, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
+    add("--eps_high", type=amount, default=0.2, help="upper clip range in (3); usually 0.1 to 0.3")
+    add("--beta", type=amount, default=0.05,
         help="weight of the KL penalty (4); usually 0 to 0.1; at 0 there is no pi_ref")
-    add("--gamma", type=float, default=1.0, help="discount factor in (1); usually 1 (no discount)")
-    add("--lam", type=float, default=0.95, help="lambda in (1): 0 trusts V, 1 the rewards")
+    add("--gamma", type=amount, default=1.0, help="discount factor in (1); usually 1 (no discount)")
+    add("--lam", type=amount, default=0.95, help="lambda in (1): 0 trusts V, 1 the rewards")
     add("--whiten", action=argparse.BooleanOptionalAction, default=True, help="whiten A in (3)")
-    add("--eps_value", type=float, default=0.2, help="clip range for V in (5)")
-    add("--vf_coef", type=float, default=0.1, help="weight of the value loss (5); 0 freezes V")
-    add("--lr", type=float, default=3e-6, help="learning rate of AdamW")
-    add("--value_lr", type=float, default=3e-6, help="learning rate of AdamW for V")
+    add("--eps_value", type=amount, default=0.2, help="clip range for V in (5)")
+    add("--vf_coef", type=amount, default=0.1, help="weight of the value loss (5); 0 freezes V")
+    add("--lr", type=positive, default=3e-6, help="learning rate of Adam")
+    add("--value_lr", type=positive, default=3e-6, help="learning rate of Adam for V")
     add("--epochs", type=count, default=4, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
-    return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # these are for the toy
+    # These are the toy's; tests/toy/args.json has its other settings.
+    return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)
 
 def make_critic(policy):
     """Make the value model V: the policy's backbone, copied, and a scalar head that starts at 0."""
@@ -83,8 +84,8 @@ def token_rewards(r, old_logp, ref_logp, mask, beta):
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
-    # argmax returns the first maximum of the count, which is at the last token of the mask.
-    last = mask.cumsum(1).argmax(1, keepdim=True)                          # (N, 1)
+    columns = torch.arange(mask.shape[1], device=mask.device)              # (T,)
+    last = (mask * columns).argmax(1, keepdim=True)                        # (N, 1)
     return rewards.scatter_add(1, last, r[:, None])
 
 def gae(rewards, values, mask, gamma, lam):
@@ -95,7 +96,7 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        # A token with mask 0 (padding, or a tool's output) is not a step, so pass over it.
+        # A token with mask 0 (padding, or text that pi did not write) is no step: pass over it.
         counted = mask[:, t] > 0                                           # (N,)
         delta = rewards[:, t] + gamma * next_value - values[:, t]          # (N,)
         running = torch.where(counted, delta + gamma * lam * running, running)  # (N,)         (1)
@@ -131,8 +132,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
     # Why the min: for A > 0 there is nothing left to gain once the ratio exceeds 1 + eps_high, and
     # for A < 0 once it falls below 1 - eps_low, so the gradient there is 0. On the other side the
-    # min takes the unclipped term, so that a step in the wrong direction can be undone, at least
-    # while the ratio is below e^20, where we clamp it.
+    # min takes the unclipped term, so that a step in the wrong direction can be undone.
     objective = torch.min(unclipped, clipped)                                                 # (3)
     loss = -(objective * mask / lengths).sum()
     # Count where the clip is active: above 1 + eps_high if adv > 0, below 1 - eps_low if adv < 0.
@@ -165,7 +165,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
         rollout["rewards"], rollout["old_logp"], rollout.get("ref_logp"), mask, args.beta)
     # 4. advantages: (N, T)
     rollout["adv"], rollout["returns"] = gae(per_token, values, mask, args.gamma, args.lam)
-    stats = common.rollout_stats(rollout, args.group_size)
+    stats = common.rollout_stats(rollout, args)
     # The R of (1) contains V itself, so V is judged by the rewards that came.
     stats |= explained_variance(returns_to_go(per_token, mask, args.gamma), values, mask)
     if args.whiten:
@@ -190,8 +190,9 @@ def update(policy, critic, optimizer, critic_optimizer, rollout, args):
                     values, b["old_values"], b["returns"], b["mask"], args.eps_value)
                 (args.vf_coef * v_loss / rows).backward()
                 logged.append(v_stats)
-            logged.append(optimizer.clip_and_step())
-            logged.append({f"value_{k}": x for k, x in critic_optimizer.clip_and_step().items()})
+            logged.append(common.clip_and_step(optimizer, args.lr, args))
+            critic_stats = common.clip_and_step(critic_optimizer, args.value_lr, args)
+            logged.append({f"value_{name}": x for name, x in critic_stats.items()})
     return common.means(logged)
 
 def main(args):
@@ -201,9 +202,9 @@ def main(args):
     reward = common.answer_reward  # or any function (problems, completions) -> numbers
     critic = make_critic(policy)
     reference = copy.deepcopy(policy).eval().requires_grad_(False) if args.beta != 0 else None
-    # eps is that of Huang et al.
-    optimizer = common.Optimizer(policy, args.lr, args, eps=1e-5)
-    critic_optimizer = common.Optimizer(critic, args.value_lr, args, eps=1e-5)
+    adam = {"betas": (0.9, 0.95), "eps": 1e-5, "fused": True}  # eps is that of Huang et al.
+    optimizer = torch.optim.Adam(policy.parameters(), args.lr, **adam)
+    critic_optimizer = torch.optim.Adam(critic.parameters(), args.value_lr, **adam)
     parts = {"policy": policy, "optimizer": optimizer}  # what a resumed run needs
     parts |= {"critic": critic, "critic_optimizer": critic_optimizer}
     if reference is not None:

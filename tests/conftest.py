@@ -1,5 +1,4 @@
 """What the test files share, in parts: the heading of each part says which files use it."""
-import functools
 import inspect
 import json
 import os
@@ -35,12 +34,12 @@ def settings(script, **changes):
     return args
 
 def spy(monkeypatch, module, name):
-    """Record every call of module.name from now on: its arguments by name, and its result."""
+    """Record every call of module.name from now on: its arguments by name, torch's seed, and its result."""
     calls, real = [], getattr(module, name)
 
     def wrapper(*args, **kwargs):
         bound = inspect.signature(real).bind(*args, **kwargs).arguments
-        calls.append(types.SimpleNamespace(**bound, result=real(*args, **kwargs)))
+        calls.append(types.SimpleNamespace(**bound, seed=torch.initial_seed(), result=real(*args, **kwargs)))
         return calls[-1].result
     monkeypatch.setattr(module, name, wrapper)
     return calls
@@ -88,9 +87,10 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<bos> $A" if bos else "$A", special_tokens=[("<bos>", 3)])
-    out.chat_template = chat or common.PLAIN_TEMPLATE
+    out.chat_template = chat or PLAIN
     return out
 
+PLAIN = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -110,7 +110,7 @@ def make_batch(prompts, completions):
             "completion_length": torch.tensor([len(c) for c in completions]),
             "prompt_length": torch.tensor([len(prompt) for prompt in prompts]),
             "mask": torch.tensor([[1.0] * len(c) + [0.0] * (T - len(c)) for c in completions]),
-            "row": torch.arange(len(rows))}
+            "row": torch.arange(len(rows)), "skip": torch.zeros(len(rows), dtype=torch.bool)}
 
 def random_batch(rows, seed=0, longest=12):
     """Rows of random lengths, whose prompts and completions may contain any id, including 0 and EOS."""
@@ -181,7 +181,10 @@ def spread(monkeypatch):
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
 
 def call(function, given):
-    """Call a function with what the names of its parameters ask for; numbers come from the args."""
+    """Call a function of a script whose signature we don't know: the names of its parameters say what to pass.
+    Each is in `given`, or a flag. Two more may be a copy's own. For `my_tracker` in collect or update, Trainer
+    makes a MyTracker() of the copy. For any name in policy_loss, loss_of has a stand-in: a table, (N, T), of
+    positive numbers with a gradient, as of an entropy or a KL."""
     given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
     for name in asked.keys() - given.keys():
         pytest.fail(f"{function.__name__} asks for `{name}`: see `The tests of your own copy` in "
@@ -195,46 +198,44 @@ def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
     old, noise, gap, adv = torch.randn(4, len(lengths), max(lengths), dtype=torch.float64)
     mask = holes((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double())
     return {"logp": old + spread * noise, "old_logp": old, "ref_logp": old + 0.5 * gap,
-            "sampled_logp": old, "adv": adv[:, :1], "mask": mask}
+            "sampled_logp": old, "adv": adv[:, :1], "mask": mask,
+            "completion_length": torch.tensor(lengths).clamp(min=1)}
 
 def loss_of(script, rows, args):
-    """The loss of such rows, its gradient with respect to logp, and its statistics. Where a copy's update
-    makes a tensor for policy_loss, a table of numbers stands in for it."""
-    rows = rows | {"logp": rows["logp"].clone().requires_grad_(), "args": args}
-    if missing := inspect.signature(script.policy_loss).parameters.keys() - rows.keys() - vars(args).keys():
-        rows |= dict.fromkeys(missing & made_in_update(script), rows["old_logp"].abs())
-    loss, stats = call(script.policy_loss, rows)
-    return loss.detach(), torch.autograd.grad(loss, rows["logp"])[0], stats
+    """The loss of such rows, its gradient with respect to logp and the stand-ins, and its statistics."""
+    asked = inspect.signature(script.policy_loss).parameters.keys() - rows.keys() - vars(args).keys()
+    moving = {"logp": rows["logp"]} | dict.fromkeys(asked, rows["old_logp"].abs())
+    moving = {name: x.clone().requires_grad_() for name, x in moving.items()}
+    loss, stats = call(script.policy_loss, rows | moving | {"args": args})
+    parts = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+    return loss.detach(), sum(part for part in parts if part is not None), stats
 
 def count_t3(problems, completions):
     """Different for almost every completion, and highest for t3."""
     return [text.count("t3") + len(text) / 100 for text in completions]
 
-class Recorder:
-    """Stands in for common.Optimizer: records the gradient of every step and changes no weights."""
+class Recorder(torch.optim.SGD):
+    """Stands in for the optimizer: records the gradient of every step and changes no weights. With a clip at
+    infinity, common.clip_and_step leaves the gradient as it is."""
     def __init__(self, model):
-        self.model, self.gradients = model, []
+        super().__init__(model.parameters(), lr=0.0)
+        self.gradients = []
 
-    def clip_and_step(self):
-        parts = [(p * 0 if p.grad is None else p.grad).flatten() for p in self.model.parameters()]
+    def step(self):
+        pass
+
+    def zero_grad(self):  # called once per step, also if the gradient is 0
+        weights = self.param_groups[0]["params"]
+        parts = [(p * 0 if p.grad is None else p.grad).flatten() for p in weights]
         self.gradients.append(torch.cat(parts).detach())
-        self.model.zero_grad()
-        return {}
-
-@functools.cache
-def made_in_update(script):
-    """The names of what update makes for policy_loss, such as an entropy."""
-    trainer = Trainer(script)
-    with pytest.MonkeyPatch.context() as patch:
-        losses = spy(patch, script, "policy_loss")
-        trainer.update()
-    return {name for name, x in vars(losses[0]).items() if torch.is_tensor(x)} - trainer.rollout.keys()
+        super().zero_grad()
 
 class Trainer:
     """A script, six problems and tiny models with 8 tokens, so that completions often end. Collects once."""
     def __init__(self, script, reward=count_t3, **flags):
         sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
         self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
+        self.max_grad_norm = self.args.max_grad_norm
         self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed) for seed in (0, 1))
         self.critic = transformers.AutoModel.from_config(tiny_config("qwen2", 8))
         self.critic.score = torch.nn.Linear(16, 1)
@@ -242,7 +243,6 @@ class Trainer:
         self.tokenizer, self.reward = tiny_tokenizer(8), reward
         self.problems = [{"prompt": [3 + i % 5, 4, 2][:1 + i % 3], "question": str(i), "answer": "5"}
                          for i in range(6)]
-        # State of a copy: `my_tracker` is a MyTracker(), if the copy has that class.
         for function in (script.collect, script.update):
             for name in inspect.signature(function).parameters.keys() - vars(self).keys():
                 if made := getattr(script, name.title().replace("_", ""), None):
@@ -256,14 +256,18 @@ class Trainer:
         return call(self.script.update, vars(self))
 
     def use(self, optimizer):
+        self.args.max_grad_norm = torch.inf
         self.optimizer, self.critic_optimizer = optimizer(self.policy), optimizer(self.critic)
 
     def use_adam(self, lr):
-        self.use(lambda model: common.Optimizer(model, lr, self.args))
+        self.use(lambda model: torch.optim.Adam(model.parameters(), lr, (0.9, 0.95), fused=True))
+        vars(self.args).update({name: lr for name in ("lr", "value_lr") if name in self.args},
+                               max_grad_norm=self.max_grad_norm)
 
     def moved(self):
         """Itself, with models in float64 that have moved since the rollout, and the rollout's tensors."""
         torch.manual_seed(2)
+        self.reference.double()
         for weight in [*self.policy.double().parameters(), *self.critic.double().parameters()]:
             weight.data += 0.02 * torch.randn_like(weight)
         tensors = {name: x for name, x in self.rollout.items() if torch.is_tensor(x)}

@@ -25,19 +25,23 @@ def test_gspos_main_is_grpos():
 # ---- What is refused ----
 
 @every_script
-def test_what_would_train_nothing_or_something_else_is_refused(script):
-    """Flags cannot be abbreviated. A model needs a dataset, and a resumed run needs its own script. At 0, a
-    flag would train nothing, and a minibatch needs a group."""
-    wrong = "--step 3,--dtype float16,--model x,--minibatches 65 --prompts 64,--temperature -1,--epochs 1.5,"
-    numbers = """prompts group_size epochs minibatches micro_batch_tokens max_prompt_tokens max_new_tokens
+def test_what_would_train_nothing_or_something_else_is_refused(script, capsys):
+    """In one line, without a traceback. Flags cannot be abbreviated. A model needs a dataset, a minibatch a
+    group, and a resumed run its own script. Most flags must be above 0, some at least 0, and all finite: a
+    negative KL penalty would pay for moving away from pi_ref. --steps 0 only evaluates."""
+    wrong = "--step 3,--dtype float16,--model x,--minibatches 65 --prompts 64,--epochs 1.5,--resume,--out ."
+    positive = """prompts group_size epochs minibatches micro_batch_tokens max_prompt_tokens max_new_tokens lr
         temperature max_grad_norm eval_every eval_problems save_every"""
-    wrong += ",".join(f"--{name} 0" for name in numbers.split())
+    positive += " value_lr" if script is ppo else " ref_every"
+    wrong += "".join(f",--{name} 0,--{name} -1,--{name} nan,--{name} inf" for name in positive.split())
+    amounts = "beta eps_low eps_high" + " eps_value vf_coef gamma lam" * (script is ppo)
+    wrong += "".join(f",--{name} -0.1,--{name} nan,--{name} inf" for name in amounts.split())
     wrong += ",--group_size 1,--kl wk3 --beta 0,--ref_every 2 --beta 0" * (script is not ppo)
     for flags in wrong.split(","):
         with pytest.raises(SystemExit):
             print(script.parse_args(flags.split()))
-    with pytest.raises(SystemExit):
-        script.parse_args(["--resume"])
+        assert "error: " in capsys.readouterr().err.splitlines()[-1]
+    assert script.parse_args(["--steps", "0", *(f"--{name}=0" for name in amounts.split())]).eps_high == 0
     for other in (ppo, grpo, gspo):
         Path("args.json").write_text(json.dumps(vars(other.parse_args([]))))
         if other is script:
@@ -58,7 +62,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
 
 @every_main
 def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monkeypatch):
-    """A cache that does not fit it, for example, moves the sampler's log-probs. The step is not saved."""
+    """A cache that does not fit it, for example, moves the sampler's log-probs. Nothing is trained."""
     def shifted(*given):
         token, logp = real(*given)
         return token, logp - 0.002
@@ -168,6 +172,7 @@ def test_epochs_and_minibatches_are_optimizer_steps_and_warmup_steps_count_them(
     for name, lr in [("optimizer", 0.001), ("critic_optimizer", 3e-6)][:1 + (script is ppo)]:
         group = state[name]["param_groups"][0]
         assert (group["lr"], group["eps"]) == (pytest.approx(lr / 4), 1e-5 if script is ppo else 1e-8)
+        assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0)
         assert {int(held["step"]) for held in state[name]["state"].values()} == {12}
 
 @every_main

@@ -69,7 +69,7 @@ def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, 
     rollout = generate(model, prompts, 2, T, vocab_size, dtype=dtype, temperature=0.8)
     recorded = [tuple(call.attention_mask.shape) for call in calls[1::2]]
     assert recorded == expected or not expected and 2 < len(recorded) < 12 and len(calls) % 2 == 1
-    assert vars(calls[0])[common.CACHE].layers[0].keys.dtype == getattr(torch, dtype)
+    assert calls[0].cache.layers[0].keys.dtype == getattr(torch, dtype)
     own = common.token_logprobs(model, rollout, settings(grpo, dtype=dtype, temperature=0.8))
     gap = (rollout["sampled_logp"] - own).abs().sum() / rollout["mask"].sum()
     assert gap < (1e-5 if dtype == "float32" else 5e-3)

@@ -3,13 +3,14 @@ import json
 import math
 import re
 import shlex
+from datetime import datetime
 from pathlib import Path
 
 import datasets
 import pytest
 import tokenizers
 import transformers
-from conftest import CHATML, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
+from conftest import CHATML, PLAIN, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
 
 import common
 import grpo
@@ -89,11 +90,12 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
     flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 1"
     assert questions(load(flags)[0]) == questions(sums(7)) + ["x" * 58]
     said = capsys.readouterr().out
-    assert re.findall(r"\d+", said.splitlines()[0]) == ["18", "8", "1"] and "gold answer: '0'" in said
-    for bad, said in ((rows[-5:], "no usable row"), (rows[12:13], "too few")):
+    assert said.splitlines()[0] == "8 of 18 rows for training, 1 of 5 held out" and "gold answer: '0'" in said
+    for bad in (rows[-5:], rows[12:13]):
         write_jsonl("mine/train.jsonl", bad)
-        with pytest.raises(AssertionError, match=said):
+        with pytest.raises(AssertionError, match="too few rows"):
             load(flags)
+        assert f"0 of {len(bad)} rows for training" in capsys.readouterr().out
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     """As for the toy on text. GPT-2's unknown token is also its BOS and EOS, which a prompt may contain."""
@@ -119,25 +121,42 @@ def test_without_gold_answers_rows_are_kept_and_there_is_no_accuracy():
     first, last = train(grpo, f"{TINY} --system_prompt '' {flags} --answer_column ''")
     assert "eval_reward" in first and not {"eval_accuracy"} & {*first, *last}
 
-def test_numbers_are_gold_answers_unless_missing():
-    """JSON's NaN would be the answer "nan"."""
-    golds = {0.3: "0.3", 2.0: "2", -0.5: "-1/2", 7: "7", 0: "0"}
-    for gold, text in golds.items():
+def golds(answers):
+    rows = [{"question": "?", "answer": answer} for answer in answers]
+    return [problem["answer"] for problem in prepare(rows, char_tokenizer())]
+
+def test_numbers_are_gold_answers_as_they_stand_in_the_file():
+    """Unless missing: JSON's NaN would be the answer "nan"."""
+    numbers = {0.3: "0.3", 2.0: "2", -0.5: "-1/2", 6.3: "6.3", 1234567.25: "1,234,567.25", 7: "7", 0: "0",
+               9007199254740993: "9007199254740993"}
+    for gold, text in numbers.items():
         problems = prepare([{"question": "?", "answer": gold}], char_tokenizer())
         assert common.answer_reward(problems, [f"#### {text}"]) == [1]
         assert common.answer_reward(problems, ["#### 3"]) == [0]
-    rows = [{"question": "?", "answer": gold} for gold in (math.nan, 2.0, None)]
-    assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == ["2.0"]
+    assert golds([math.nan, 2.0, None]) == ["2.0"]
 
-def test_gold_answers_that_no_completion_could_match_are_dropped_or_refused():
-    """"\\frac" written with one backslash in JSON is a form feed and "rac"."""
-    for gold in ("\frac12", "\times 3", "\boxed{7}", "\right", "2\t3"):
-        rows = [{"question": "?", "answer": answer} for answer in (gold, r"\frac12")]
-        assert [problem["answer"] for problem in prepare(rows, char_tokenizer())] == [r"\frac12"]
-    for gold in (["70"], {"ground_truth": "70"}, b"70"):
-        with pytest.raises(AssertionError, match="70"):
-            prepare([{"question": "?", "answer": gold}], char_tokenizer())
-        assert prepare([{"question": "?", "answer": gold}], char_tokenizer(), "--answer_column ''")
+@pytest.mark.parametrize("gold", [
+    "1e-05", "1e16", "6.300000000000001", "9007199254740993.0", "18446744073709551616", '"2020-01-02"',
+    '["70"]', '{"ground_truth": "70"}'])
+def test_gold_answers_that_json_does_not_keep_are_refused(gold):
+    """9007199254740993 and 2^64 in a column of floats lose digits; dates become timestamps. As strings, all
+    numbers are kept; without gold answers, anything is."""
+    Path("f.jsonl").write_text(f'{{"question": "?", "answer": {gold}}}\n{{"question": "?", "answer": null}}')
+    rows = common.read_dataset("f.jsonl")["train"].to_list()
+    with pytest.raises(AssertionError, match="as strings"):
+        prepare(rows, char_tokenizer())
+    assert len(prepare(rows, char_tokenizer(), "--answer_column ''")) == 2
+    assert golds([gold.strip('"')]) == [gold.strip('"')]
+
+def test_gold_answers_that_no_completion_could_match_are_dropped():
+    """"\\frac" written with one backslash in JSON is a form feed and "rac". Blanks and line ends at the end of
+    an answer are not part of it, and an invisible character is no reason to drop one."""
+    assert golds(["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
+    kept = ["2\t", "2\r", "2\xa0", " 2\n", "We add.\r\n#### 2\r\nDone.", "\u200b2", "2\u2060"]
+    rows = [{"question": "?", "answer": answer} for answer in kept]
+    for problem in prepare(rows, char_tokenizer()):
+        assert common.answer_reward([problem] * 2, ["#### 2", "#### 3"]) == [1, 0]
+    assert golds(kept)[:5] == ["2"] * 5 and len(golds(kept)) == 7
 
 # ---- Tokenizers ----
 
@@ -161,7 +180,7 @@ def test_a_model_reads_what_its_tokenizer_json_says(declared):
     text = "12 and 123 and 1234"
     for each in (tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained("saved")):
         assert each(text)["input_ids"] == made.encode(text).ids
-        assert each.chat_template == common.PLAIN_TEMPLATE and each.eos_token == "<eos>"
+        assert each.chat_template == PLAIN and each.eos_token == "<eos>"
 
 # ---- Prompts ----
 
@@ -183,6 +202,25 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
             assert tokenizer.decode(own) == "<bos>" + "".join(f"{turn['content']}\n" for turn in chat)
         assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
         assert own.count(tokenizer.bos_token_id) == (look != "chatml")
+
+def test_chats_that_hold_their_answer_are_refused_and_empty_ones_are_left_out():
+    """As in most data sets for supervised training. A question that JSON made a date is refused, too."""
+    for bad in ([turn("user", "2 + 2?"), turn("assistant", "It is 4.")], datetime(2020, 1, 2)):
+        with pytest.raises(AssertionError, match="It is 4|2020"):
+            prepare([{"question": bad, "answer": "4"}], char_tokenizer())
+    chats = [], [turn("user", None)], [turn("user", "2 + 2?")]
+    rows = [{"question": chat, "answer": "4"} for chat in chats]
+    assert questions(prepare(rows, char_tokenizer())) == ["2 + 2?"]
+
+@pytest.mark.parametrize("start", ["system", "user"])
+def test_the_whole_chat_tells_problems_apart(start):
+    """Not its last message: many end alike."""
+    rows = [{"question": [turn(start, f"Ann has {i} pens."), turn("user", "How many?")], "answer": i}
+            for i in range(50)]
+    train_set, held_out = load(splits_of(rows, rows[10:20]))
+    assert len(train_set) == 40 and len(held_out) == 2 and set(questions(train_set)) == {"How many?"}
+    write_jsonl("lone.jsonl", rows)
+    assert sum(map(len, load("--dataset lone.jsonl --eval_problems 50"))) == 50
 
 def test_no_prompt_ends_with_an_eos_or_is_empty():
     """Some tokenizers append the EOS, after which a base model has nothing to say. An empty prompt has no

@@ -5,11 +5,13 @@ and TEST_REWARD in a copy change that: see tests/forks/README.md.
 """
 import importlib
 import math
+import shutil
 
 import pytest
 import torch
 from conftest import (ROOT, TINY, Trainer, call, count_t3, full_logprobs, holes, loss_of, make_batch,
                       random_rows, same, settings, spy, train)
+from safetensors.torch import load_file
 
 import common
 
@@ -50,7 +52,8 @@ def watched_update(trainer, monkeypatch):
 
 def imported(name):
     rejected = ROOT / f"{name}.py.rej"
-    assert not rejected.exists(), f"{name}.py is only half patched: the rest is in {rejected}"
+    assert not rejected.exists(), (
+        f"{name}.py is only half patched: the rest is in {rejected}, or delete it if you started again")
     return importlib.import_module(name)
 
 @pytest.fixture(params=SCRIPTS)
@@ -66,16 +69,18 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch)
     script = imported(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
+    if name in OURS:  # an A per token: with one per row, GSPO-token is GSPO
+        rollout["adv"] = rollout["adv"] * torch.linspace(1, 2, rollout["mask"].shape[1])
     [gradient], found = trainer.gradients(rollout)
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)  # it would free what is needed here
     _, [(batch, watched)] = watched_update(trainer, monkeypatch)
-    assert batch["row"].sort().values.equal(rollout["mask"].any(1).nonzero()[:, 0])
-    T = watched.logp.shape[1]
+    assert batch["row"].sort().values.equal((~rollout["skip"]).nonzero()[:, 0])
+    T = batch["mask"].shape[1]
     given = {key: x[batch["row"]][:, :None if key == "ids" else T] if x.dim() > 1 else x[batch["row"]]
              for key, x in rollout.items()}
-    made = {key: x for key, x in vars(watched).items() if torch.is_tensor(x)}
+    made = {key: x for key, x in vars(watched).items() if key not in trainer.args}
     given = made | given | {"logp": full_logprobs(trainer.policy, given, 0.6), "args": trainer.args}
-    loss, _ = call(script.policy_loss, {"ref_logp": None} | given)
+    loss, _ = call(script.policy_loss, given)
     parts = torch.autograd.grad(loss / len(rollout["ids"]), list(trainer.policy.parameters()))
     expected = torch.cat([part.flatten() for part in parts])
     gradient = gradient[:len(expected)]  # behind it PPO's critic
@@ -114,6 +119,14 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_row_to_skip_has_no_gradient(script, beta):
+    """Skipping it only saves time: an update that doesn't skip gives the same gradient."""
+    trainer, rollout = prepared(script, beta=beta).moved()
+    whole, _ = trainer.gradients(rollout | {"skip": torch.zeros_like(rollout["skip"])})
+    torch.testing.assert_close(trainer.gradients(rollout)[0], whole, **EXACT, msg=(
+        "a row has a gradient, but is skipped: see rollout['skip'] in collect"))
+
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
     """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics include
     every micro-batch of both passes."""
@@ -123,7 +136,7 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
     logged = common.means([loss.result[1] for _, loss in watched])
     assert {name: stats[name] for name in logged} == pytest.approx(logged, rel=1e-5)
     rows = [row for batch, _ in watched for row in batch["row"].tolist()]
-    taught = trainer.rollout["mask"].any(1).nonzero().squeeze(1).tolist()
+    taught = (~trainer.rollout["skip"]).nonzero().squeeze(1).tolist()
     assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
     numbers = {"row": torch.arange(len(trainer.rollout["ids"]))}
     for batch, loss in watched:
@@ -138,8 +151,9 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
     """The ratio starts at 1. In bfloat16, that takes the same micro-batches for old and new log-probs."""
     trainer = prepared(script, dtype=dtype, minibatches=4, micro_batch_tokens=100, max_new_tokens=30)
     for batch, loss in watched_update(trainer, monkeypatch)[1]:
-        gap = ((loss.logp - batch["old_logp"]) * batch["mask"]).abs().max()
-        assert gap <= (1e-6 if dtype == "float32" else 0) and loss.logp.dtype == torch.float32
+        logp = vars(loss).get("logp", batch["old_logp"])
+        gap = ((logp - batch["old_logp"]) * batch["mask"]).abs().max()
+        assert gap <= (1e-6 if dtype == "float32" else 0) and logp.dtype == torch.float32
 
 # --- collect: from a policy to a rollout
 
@@ -151,15 +165,19 @@ def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
     weight = torch.ones((), requires_grad=True)
     trainer.reward = lambda problems, texts: weight * torch.ones(len(texts))
     trainer.collect()
-    assert not any(x.requires_grad for x in trainer.rollout.values() if torch.is_tensor(x))
     trainer.use_adam(lr=0.01)
     assert all(map(math.isfinite, [*trainer.update().values(), *trainer.stats.values()]))
-    assert all(x.isfinite().all() for x in (trainer.rollout["adv"], *trainer.policy.parameters()))
+    tensors = [x for x in trainer.rollout.values() if torch.is_tensor(x)]
+    assert not any(x.requires_grad for x in tensors)
+    assert all(x.isfinite().all() for x in [*tensors, *trainer.policy.parameters()])
     assert all(p.grad is None for p in trainer.reference.parameters())
 
 def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
-    """If a function gives fewer or more, they would go to other completions than it means."""
+    """A completion is the end of its row. If a function gives fewer rewards or more, they would go to other
+    completions than it means. A copy may replay rows that it collected before."""
     trainer, asked = prepared(script), []
+    if script.__name__ not in OURS:
+        asked += zip(trainer.rollout["problems"], trainer.rollout["texts"])
 
     def reward(problems, texts):
         asked.extend(zip(problems, texts, strict=True))
@@ -168,6 +186,10 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
     trainer.collect()
     rows = list(zip(trainer.rollout["problems"], trainer.rollout["texts"], strict=True))
     assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)
+    ends = trainer.rollout["prompt_length"] + trainer.rollout["completion_length"]
+    for ids, end, (_, text) in zip(trainer.rollout["ids"], ends, rows, strict=True):
+        whole = trainer.tokenizer.decode(ids[:end].tolist())
+        assert whole.removesuffix("t1").endswith(text.removesuffix("t1")), "a text is not the end of its row"
     for count in (12, 23, 48):
         trainer.reward = lambda problems, texts: [i % 2 for i in range(count)]
         with pytest.raises((RuntimeError, IndexError)):
@@ -176,6 +198,7 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
 def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
     """Group 5 gets eight more tokens; the rewards stay. A copy may leave out rows, and whiten."""
     found = []
+    monkeypatch.setattr(common, "rollout_stats", lambda *_: {})  # it would refuse this sampled_logp
     for more in (0, 8):
         def generate(model, tokenizer, problems, group_size, args):
             asked = [problem for problem in problems for _ in range(group_size)]
@@ -202,9 +225,11 @@ def test_the_token_that_ends_a_completion_is_trained(script):
     _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)
     for i, start in enumerate(rollout["prompt_length"].tolist()):
         n, finished = int(rollout["completion_length"][i]), bool(rollout["finished"][i])
-        ids, pushed = rollout["ids"][i, start:start + n], (gradient[i] != 0).tolist()
-        assert (ids == 1).tolist() == [False] * (n - 1) + [finished] and not any(pushed[n:])
-        assert script.__name__ not in OURS or pushed[:n] == [pushed[0]] * n
+        stops = (rollout["ids"][i, start:start + n] == 1).tolist()
+        pushed = (gradient[i] != 0).tolist()
+        assert stops[-1] == finished and not any(pushed[n:])
+        if script.__name__ in OURS:  # a copy may have several turns in a row, or leave out tokens
+            assert not any(stops[:-1]) and pushed[:n] == [pushed[0]] * n
         ends += [pushed[n - 1]] * finished
     assert sum(ends) >= (3 if script.__name__ in OURS else 1), (
         "stopping is not learned: ignore this only if the objective leaves these tokens out on purpose")
@@ -227,7 +252,8 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options):
     script, zero = imported(name), torch.zeros(2, 3)
     for old, ref in [(-200, 0), (200, 0), (0, 200), (0, -200), (-200, 200), (200, -200)]:
         rows = dict.fromkeys(random_rows(), zero) | {"old_logp": zero + old, "ref_logp": zero + ref}
-        rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
+        rows |= {"adv": torch.tensor([[-1.0], [1.0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]]),
+                 "completion_length": torch.tensor([2, 1])}
         loss, gradient, stats = loss_of(script, rows, settings(script, **known(script, **options)))
         assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
         numbers = [x for value in stats.values() for x in (value if isinstance(value, tuple) else [value])]
@@ -235,29 +261,52 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options):
 
 # --- whole runs
 
-def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(script, here, spread, monkeypatch):
-    """Four steps of main in one go, or three, a resume, and one more, where --ref_every has made a reference
-    in step 3. Each step draws its own random numbers, pi moves away from pi_ref, and evaluations ask no
-    training problem."""
-    if right_or_wrong(script):
-        graded = common.answer_reward
-        monkeypatch.setattr(common, "answer_reward", lambda *given: [float(r > 0.5) for r in graded(*given)])
-    loaded, evaluated = spy(monkeypatch, common, "load_problems"), spy(monkeypatch, common, "evaluate")
-    collect, states = script.collect, set()
+RUN = f"{TINY} --system_prompt '' --prompts 3 --group_size 4 --minibatches 2 --save_every 3 --eval_every 9"
 
-    def watched(*given, **named):
-        states.add(torch.get_rng_state().numpy().tobytes())
-        return collect(*given, **named)
-    monkeypatch.setattr(script, "collect", watched)
-    flags = f"{TINY} --system_prompt '' --prompts 3 --minibatches 2 --epochs 1 --save_every 3 --eval_every 9"
-    flags += "".join(f" --{name} {value}" for name, value in known(script, beta=0.1, ref_every=2).items())
-    whole = train(script, f"{flags} --steps 4", "whole")
-    assert len(states) == 4, "two steps begin with the same random numbers: see torch.manual_seed in main"
-    assert max(row.get("kl", 1) for row in whole[2:]) > 0, "pi_ref moves along with pi, or nothing is trained"
+@pytest.fixture
+def rewards(script, here, spread, monkeypatch):
+    """Whole runs get rewards from 0 to 1, or 0 and 1, by a hash of the text. In a third of the groups, all
+    are 1."""
+    def reward(problems, texts):
+        given = [float(r > 0.5) if right_or_wrong(script) else r for r in by_text(problems, texts)]
+        return [r if len(problem["question"]) % 3 else 1.0 for problem, r in zip(problems, given, strict=True)]
+    by_text = common.answer_reward
+    monkeypatch.setattr(common, "answer_reward", reward)
+
+def test_main_trains_evaluates_and_saves_one_policy(script, rewards, monkeypatch):
+    """Each of four steps has its own problems and random numbers. Evaluations ask no training problem. pi moves
+    away from pi_ref, and --ref_every moves pi_ref to pi."""
+    calls = [spy(monkeypatch, common, name) for name in ("load_problems", "evaluate", "save_checkpoint")]
+    (loaded, evaluated, saved), collected = calls, spy(monkeypatch, script, "collect")
+    moving = known(script, beta=0.1, ref_every=2)
+    flags = "".join(f" --{name} {value}" for name, value in moving.items())
+    rows = train(script, f"{RUN} --steps 4 {flags}")
+    assert len({one.seed for one in collected}) == 4, "two steps have the same seed: see torch.manual_seed"
+    taken = [problem["question"] for one in collected for problem in one.problems]
+    assert len(taken) == len(set(taken)), "a step has problems of an earlier step"
     trained = {problem["question"] for problem in loaded[0].result[0]}
     asked = {problem["question"] for one in evaluated for problem in one.problems}
     assert asked and not asked & trained, "an evaluation asks training problems"
-    train(script, f"{flags} --steps 3", "part")
+    assert all(one.policy is collected[0].policy for one in collected + evaluated + saved), (
+        "another model than the policy samples, is evaluated, or is saved")
+    assert max(row.get("kl", 1) for row in rows[2:]) > 0, "pi_ref moves along with pi, or nothing is trained"
+    if "ref_every" in moving:
+        first, last = load_file("run/step-0/model.safetensors"), torch.load("run/state.pt")["reference"]
+        assert any(not torch.equal(x, last[name]) for name, x in first.items()), "pi_ref is never moved"
+
+def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(script, rewards):
+    """Four steps of main in one go, or three, a resume, and one more, where --ref_every has made a reference
+    in step 3. What a copy saves beside models and optimizers is used: with that of step 0, step 4 differs."""
+    flags = "".join(f" --{name} {value}" for name, value in known(script, beta=0.1, ref_every=2).items())
+    whole = train(script, f"{RUN} --steps 4 {flags}", "whole")
+    train(script, f"{RUN} --steps 3 {flags}", "part")
+    train(script, f"{RUN} --steps 0 {flags}", "start")
+    state, start = torch.load("part/state.pt"), torch.load("start/state.pt")
+    for name in state.keys() - {"step", "metrics", "policy", "reference", "critic", "optimizer", "critic_optimizer"}:
+        shutil.copytree("part", name)
+        torch.save(state | {name: start[name]}, f"{name}/state.pt")
+        other = train(script, "--resume --steps 4", name)
+        assert other[-1]["grad_norm"] != whole[-1]["grad_norm"], f"{name} is saved, but not used"
     torch.manual_seed(99)  # as another process, with other random numbers
     part = train(script, "--resume --steps 4", "part")
     one, other = ([{name: x for name, x in row.items() if name != "seconds" and name[:5] != "eval_"}
@@ -265,6 +314,30 @@ def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(script, here, spre
     assert one == other and part[-1] == whole[-1] | {"seconds": part[-1]["seconds"]}
     one, other = (torch.load(f"{out}/state.pt") | {"metrics": ""} for out in ("whole", "part"))
     assert same(one, other), f"not equal: {[name for name in one if not same(one[name], other.get(name))]}"
+
+def test_no_flag_is_ignored(script, rewards, monkeypatch):
+    """Each flag of a script's own, doubled or switched, changes a gradient of three steps. Texts, such as paths,
+    stay as they are. TEST_IDLE in a copy names flags that can't show in so short a run."""
+    usual = known(script, beta=0.1, eps_low=0.0, eps_high=0.0, eps_value=0.0, value_lr=0.1)
+    usual |= getattr(script, "TEST_FLAGS", {})
+    parsed = spy(monkeypatch, common, "parse")
+
+    def norms(out, **changes):
+        monkeypatch.setattr(script, "TEST_FLAGS", usual | changes, raising=False)
+        rows = train(script, f"{RUN} --epochs 1 --steps 3", out)
+        return [row.get(name) for row in rows for name in ("grad_norm", "value_grad_norm")]
+    before, shared = norms("before"), {flag.dest for flag in common.make_parser("", "")._actions}
+    for flag in parsed[0].parser._actions:
+        if flag.dest in {*shared, *getattr(script, "TEST_IDLE", []), "token_level"}:
+            continue
+        value = getattr(parsed[0].result, flag.dest)
+        if flag.choices or flag.nargs == 0:
+            other = next(x for x in flag.choices or (True, False) if x != value)
+        elif flag.type:
+            other = 2 * value if value else 1
+        else:
+            continue
+        assert norms(flag.dest, **{flag.dest: other}) != before, f"--{flag.dest} is ignored: it changes nothing"
 
 def test_a_policy_learns(script):
     """t3 gets the highest reward, and becomes the most common token."""

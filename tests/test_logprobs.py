@@ -46,12 +46,11 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
 
 @pytest.mark.parametrize("family, noise", [
-    ("qwen2", "attention_dropout"), ("gpt2", "attn_pdrop resid_pdrop embd_pdrop"),
-    ("mixtral", "attention_dropout router_jitter_noise")])
+    ("qwen2", "attention_dropout"), ("gpt2", "attn_pdrop resid_pdrop embd_pdrop")])
 def test_dropout_is_off_and_training_uses_no_mask(family, noise, tmp_path, monkeypatch):
-    """And so is the jitter of a router, so old and new log-probs are equal. Fast kernels, which take no mask,
-    can be used. With gradient checkpointing, each of the two layers runs twice, also in the critic. The
-    head's product is in tf32 unless --dtype is float32."""
+    """So old and new log-probs are equal. Fast kernels, which take no mask, can be used. With gradient
+    checkpointing, each of the two layers runs twice, also in the critic. The head's product is in tf32 unless
+    --dtype is float32."""
     source, batch = save_tiny(tmp_path, family, **dict.fromkeys(noise.split(), 0.5)), random_batch(5)
     sdpa, calls = torch.nn.functional.scaled_dot_product_attention, []
     for times, dtype, product in ((1, "float32", "ieee"), (2, "bfloat16", "tf32")):

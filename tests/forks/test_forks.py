@@ -117,7 +117,7 @@ def collected(module, monkeypatch, rewards, lengths, **flags):
     """The result of `collect` for completions of these lengths and rewards."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
-    rollout |= {"finished": mask[:, 0] > 0, "completion_length": torch.tensor(lengths)}
+    rollout |= {"skip": mask[:, 0] < 0, "finished": mask[:, 0] > 0, "completion_length": mask.sum(1)}
     rollout["problems"] = [{"prompt": [i // flags["group_size"]]} for i in range(len(lengths))]
     monkeypatch.setattr(common, "generate", lambda *_: dict(rollout))
     monkeypatch.setattr(common, "over_batches", lambda _, model, rollout, __: rollout["mask"])
@@ -179,7 +179,7 @@ def test_gdpos_advantages_by_hand(answers, forms, G, weight, expected, fork, mon
     assert rollout["adv"][:, 0].tolist() == pytest.approx(expected, rel=1e-3, abs=0)
     assert rollout["rewards"].tolist() == pytest.approx([a + weight * f for a, f in zip(answers, forms)])
     assert stats["form_reward"] == pytest.approx(sum(forms) / len(forms))
-    assert torch.equal(rollout["mask"].any(1), rollout["adv"][:, 0] != 0)
+    assert torch.equal(rollout["skip"], rollout["adv"][:, 0] == 0)
 
 def test_gdpo_is_evaluated_with_the_reward_of_training(fork, monkeypatch):
     """It rewards lines of work, with the answer on a last line. We take the reward from a run."""

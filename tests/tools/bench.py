@@ -44,7 +44,8 @@ def main(args):
         print(f"sampling{', graphs' * args.cuda_graphs:11}{tokens / took:,.0f} tokens/s")
     reference = copy.deepcopy(model).eval().requires_grad_(False) if args.beta != 0 else None
     reward, rollouts = lambda _, texts: [i % 2 for i in range(len(texts))], []
-    optimizer = common.Optimizer(model, 1e-9, args)
+    args.lr = 1e-9
+    optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     collecting, updating = seconds(
         args, lambda: rollouts.append(grpo.collect(model, reference, tokenizer, problems, reward, args)[0]),
         lambda: grpo.update(model, optimizer, rollouts.pop(), args))

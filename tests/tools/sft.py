@@ -12,23 +12,25 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 import common  # noqa: E402
 import grpo  # noqa: E402
 
-def train(model, optimizer, batches, warm_up=20, every=10):
+def train(model, optimizer, batches, args, warm_up=20, every=10):
     """Take policy gradient steps on given completions with advantage 1, while --lr rises, then falls to 0.
     `batches` is a list of pairs (prompts, completions), which are lists of lists of ids."""
-    lr, device = optimizer.full_lr, model.device
+    def padded(rows):
+        return pad_sequence([torch.tensor(row) for row in rows], True).to(model.device)
     for step, (prompts, completions) in enumerate(batches):
-        batch = {"ids": common.padded([p + c for p, c in zip(prompts, completions)], device)[0],
-                 "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=device),
-                 "mask": common.padded(completions, device)[1].float()}
-        loss = -common.token_logprobs(model, batch, optimizer.args).sum() / batch["mask"].sum()
+        batch = {"ids": padded([p + c for p, c in zip(prompts, completions)]),
+                 "prompt_length": torch.tensor([len(prompt) for prompt in prompts], device=model.device),
+                 "mask": padded([[1.0] * len(c) for c in completions])}
+        loss = -common.token_logprobs(model, batch, args).sum() / batch["mask"].sum()
         loss.backward()
-        optimizer.full_lr = lr * min((step + 1) / warm_up, 1 - step / len(batches))
-        optimizer.clip_and_step()
+        lr = args.lr * min((step + 1) / warm_up, 1 - step / len(batches))
+        common.clip_and_step(optimizer, lr, args)
         if step % every == 0:
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
 
@@ -48,7 +50,8 @@ def main(args):
             batches.append(([problem["prompt"] for problem in part], completions))
     tokenizer.save_pretrained(args.out)
     policy.generation_config.save_pretrained(args.out)  # before training: what cannot be saved fails here
-    train(policy, common.Optimizer(policy, args.lr, args), batches[:args.steps])
+    optimizer = torch.optim.Adam(policy.parameters(), args.lr, (0.9, 0.95), fused=True)
+    train(policy, optimizer, batches[:args.steps], args)
     policy.save_pretrained(args.out)
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
     kept = [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
+    solved = [max(one["reward"], other["reward"]) for one, other in zip(kept[::2], kept[1::2])]
+    assert results[1]["pass@2"] == evaluate.mean_and_error(solved) and sum(solved) > sum(last)
     assert len(kept) == 60 and sum(one["reward"] for one in kept) / 2 == pytest.approx(sum(last))
     assert [one["reward"] for one in kept] == common.answer_reward(kept, [one["completion"] for one in kept])
     assert evaluated("--eval_problems 7")["problems"] == 7

@@ -30,7 +30,7 @@ def watch(script, args):
     """Run main. Returns what update was given in the last step, eight rows whose rewards differ, and the
     log-probs of these rows: those of pi_old, then those after each optimizer step."""
     seen = {"script": script, "tokenizer": transformers.PreTrainedTokenizerFast.from_pretrained(args.model)}
-    update, step = script.update, common.Optimizer.clip_and_step
+    update, step = script.update, common.clip_and_step
 
     def watched_update(*given):
         seen.update(inspect.signature(update).bind(*given).arguments)
@@ -42,14 +42,14 @@ def watch(script, args):
         seen["logps"] = [seen["rows"]["old_logp"]]
         return update(*given)
 
-    def watched_step(optimizer, *prefix):
-        stats = step(optimizer, *prefix)
+    def watched_step(optimizer, *given):
+        stats = step(optimizer, *given)
         if optimizer is seen["optimizer"]:  # not the critic's
             with torch.no_grad():
                 seen["logps"].append(common.token_logprobs(seen["policy"], seen["rows"], args))
         return stats
     with (mock.patch.object(script, "update", watched_update), mock.patch("builtins.print"),
-          mock.patch.object(common.Optimizer, "clip_and_step", watched_step),
+          mock.patch.object(common, "clip_and_step", watched_step),
           mock.patch.multiple(common, open_run=lambda *_: 0, log=mock.DEFAULT, save_checkpoint=mock.DEFAULT,
                               evaluate=lambda *_: {})):
         script.main(args)

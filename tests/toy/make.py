@@ -14,7 +14,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parents[1]), str(HERE.parent / "tools")]  # the root of the repository; sft.py
-import common  # noqa: E402
 import grpo  # noqa: E402
 import sft  # noqa: E402
 
@@ -72,9 +71,9 @@ def warm_up(model, tokenizer, problems):
             texts.append((row["answer"] if i < WORKED else f"#### {guess}") + tokenizer.eos_token)
         batches.append((tokenizer(questions)["input_ids"], tokenizer(texts)["input_ids"]))
     args = grpo.parse_args(["--device", "cpu", "--no-gradient_checkpointing", "--warmup_steps", "0"])
-    optimizer = common.Optimizer(model, LR, args)
-    optimizer.param_groups[0].update(betas=(0.9, 0.99), weight_decay=0.01, fused=False)
-    sft.train(model, optimizer, batches, every=100)
+    args.lr = LR
+    optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99), weight_decay=0.01)
+    sft.train(model, optimizer, batches, args, every=100)
 
 if __name__ == "__main__":
     problems = make_problems()

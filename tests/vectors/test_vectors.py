@@ -3,7 +3,6 @@ table of log-probs or values, with junk in the padding and, if the mask has hole
 import functools
 import importlib
 import json
-import types
 
 import pytest
 import torch
@@ -52,21 +51,22 @@ def step(script, case, batch, table, monkeypatch):
     ends = (mask * torch.arange(1, 10)).amax(1)  # (N,) the last token; prompts have one token
     rollout = {"ids": torch.zeros(N, 10), "prompt_length": torch.ones(N).long(), "mask": mask,
                "completion_length": ends.long(), "finished": ends > 0, "texts": [""] * N,
-               "problems": [{}] * N, "sampled_logp": table(batch["sampled_logp"])}
+               "problems": [{}] * N, "sampled_logp": table(batch["sampled_logp"]), "skip": ends < 0}
     look_up = lambda model, b, args: model[b["row"], :b["mask"].shape[1]]  # noqa: E731
     monkeypatch.setattr(common, "generate", lambda *_: rollout)
+    monkeypatch.setattr(common, "rollout_stats", lambda *_: {})  # it would refuse such a sampled_logp
     monkeypatch.setattr(common, "token_logprobs", look_up)
     monkeypatch.setattr(script, "token_values", look_up, raising=False)
     losses, backward = [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: losses.append(loss.item()) or backward(loss))
     policy, critic = table(batch["logp"]).requires_grad_(), table(batch["values"]).requires_grad_()
-    optimizer = types.SimpleNamespace(clip_and_step=lambda *_: {})
+    monkeypatch.setattr(common, "clip_and_step", lambda *_: {})
     given = {"args": args, "problems": [{"prompt": []}] * (N // G), "reward": lambda *_: batch["rewards"],
              "tokenizer": None, "reference": table(batch["ref_logp"]) if args.beta else None}
     old = {"policy": table(batch["old_logp"]), "critic": table(batch["old_values"])}
     made, stats = call(script.collect, given | old)
-    stats |= call(script.update, given | {"rollout": made, "policy": policy, "optimizer": optimizer,
-                                          "critic": critic, "critic_optimizer": optimizer})
+    stats |= call(script.update, given | {"rollout": made, "policy": policy, "optimizer": None,
+                                          "critic": critic, "critic_optimizer": None})
     return sum(losses), policy.grad, critic.grad, stats
 
 @pytest.mark.parametrize("which", BATCHES)
