@@ -86,8 +86,11 @@ def test_the_lines_of_code_are_those_of_the_scripts():
 # ---- Links, commands, examples ----
 
 def test_the_numbers_of_readme():
-    for name, lines in re.findall(r"`(\w+\.py)` \((\d+)", README):
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) == int(lines), name
+    counts = re.findall(r"`(\w+\.py)` \(about (\d+)", README)
+    for name, lines in counts:  # round
+        found = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        assert found == pytest.approx(int(lines), rel=0.1), name
+    assert len(counts) == 4
     runs = pandas.read_csv(ROOT / "tests/results/toy/toy.csv").set_index(["run", "step"])["eval_accuracy"]
     for which in ("grpo", 0), ("gspo", 20), ("ppo", 20), ("grpo", 20):
         x = 100 * runs[which]
@@ -110,7 +113,7 @@ def test_the_edits_of_readme(tmp_path):
     mine.main(mine.parse_args(flags.split()))
     for record in map(json.loads, (tmp_path / "run/completions/step-1.jsonl").open()):
         right, = common.answer_reward([record], [record["completion"]])
-        assert record["reward"] == pytest.approx(right - 0.01 * len(record["completion"]))
+        assert record["reward"] == pytest.approx(right - 0.06 * len(record["completion"]))
     assert mine.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == [0.75, -0.25, -0.25, -0.25]
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -142,14 +145,17 @@ def test_the_test_of_equations_that_is_shown(monkeypatch):
 def test_the_reward_model_that_is_shown(tmp_path):
     """The reward model, with a tiny one. (math_verify, which the other needs, is not required here.)"""
     torch.manual_seed(0)
-    config = tiny_config("qwen3", 104, num_labels=1, initializer_range=0.5, num_hidden_layers=1)
+    config = tiny_config("qwen3", 104, num_labels=1, initializer_range=0.5, num_hidden_layers=1,
+                         pad_token_id=0)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     tokenizer = char_tokenizer(chat=CHATML, eos="<|im_end|>", bos=True)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    names, problems, texts = {}, [{"question": "2 + 3?"}, {"question": "1 + 1?"}], ["It is 5", "3"]
+    names, texts = {}, ["It is 5", "3"]
+    problems = [{"chat": [{"role": "user", "content": question}]} for question in ("2 + 3?", "1 + 1?")]
     code = re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M)[-1]
     exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     for reward, problem, text in zip(names["judged"](problems, texts), problems, texts, strict=True):
-        chat = f"<|im_start|>user\n{problem['question']}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
+        question = problem["chat"][0]["content"]
+        chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
         ids = tokenizer(chat, return_tensors="pt", add_special_tokens=False)["input_ids"]
         assert float(reward) == pytest.approx(model(ids).logits[0, 0].item(), abs=1e-5)
