@@ -263,8 +263,8 @@ def load_problems(args, tokenizer):
     if len(splits) > 1:
         eval_rows = splits[args.eval_split]
         held_out = prepare(eval_rows, tokenizer, args)
-    both = {asked(p) for p in held_out}
-    train = [p for p in train if asked(p) not in both]  # no problem is in both
+    taken = {asked(p) for p in held_out}
+    train = [p for p in train if asked(p) not in taken]  # no problem is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     print(f"{len(train)} of {len(rows)} rows for training,"
@@ -399,7 +399,6 @@ def parse(parser, argv, **toy):
 # ---- Run ----
 def load_policy(args):
     """Load --model and its tokenizer."""
-    transformers.utils.logging.disable_progress_bar()
     if args.model == TOY:
         torch.set_num_threads(1)  # its numbers should not depend on the core count
     torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"

@@ -51,14 +51,21 @@ def test_what_would_train_nothing_or_something_else_is_refused(script, capsys):
                 script.parse_args("--resume --out .".split())
 
 def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
-    """A good model is left in training mode."""
-    args = settings(grpo, model=save_tiny("gpt", "gpt2"), max_new_tokens=448)
-    assert args.max_prompt_tokens == 64 and common.load_policy(args)[0].training
+    """A good model is left in training mode, without dropout. A router's jitter stays as it is, because in
+    PhiMoE it is also the threshold of the router. Phi-3 has a second limit on positions."""
+    args = settings(grpo, model=save_tiny("gpt", "gpt2", attn_pdrop=0.5), max_new_tokens=448)
+    policy, _ = common.load_policy(args)
+    assert args.max_prompt_tokens == 64 and policy.training and policy.config.attn_pdrop == 0
     args.max_new_tokens += 1
     with pytest.raises(AssertionError, match="max_position_embeddings is 512"):
         common.load_policy(args)
+    args = settings(grpo, model=save_tiny("phi", "phi3", original_max_position_embeddings=100))
+    with pytest.raises(AssertionError, match="original_max_position_embeddings is 100"):
+        common.load_policy(args)
     with pytest.raises(AssertionError, match="CohereForCausalLM does more"):
         common.load_policy(settings(grpo, model=save_tiny("cohere", "cohere", logit_scale=0.5)))
+    mixtral = save_tiny("mixtral", "mixtral", router_jitter_noise=0.5)
+    assert common.load_policy(settings(grpo, model=mixtral))[0].config.router_jitter_noise == 0.5
 
 @every_main
 def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monkeypatch):
