@@ -47,7 +47,7 @@ def test_1_ppo_gae(gamma, lam, A):
     delta = [0, -.05, .7], A_1 = -.05 + .5 x .7 = .3 and A_0 = 0 + .5 x .3 = .15. The returns are A + V."""
     r = tensor([[0, 0, 1, 9], [1, 9, 9, 9], [0, 0, 9, 1]])
     mask = tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
-    # The second completion has one token, and A = 1 - .3. The third is the first with a tool's output inside.
+    # The second completion has one token, and A = 1 - .3. The third is the first with a foreign text inside.
     V = tensor([[0.1, 0.2, 0.3, 9], [0.3, 9, 9, 9], [0.1, 0.2, 9, 0.3]])
     adv, returns = ppo.gae(r, V, mask, gamma, lam)
     near([adv, (returns - V) * mask], [[[*A, 0], [0.7, 0, 0, 0], [*A[:2], 0, A[2]]]] * 2)
@@ -137,20 +137,21 @@ def test_4_wk3_is_weighted_by_the_ratio_of_the_token(script, kl, J, push):
 Z = [[0.3, -0.5, 1.1, 0], [0, 0.4, 0.2, -0.7], [0.1, -0.2, 0.9, 0.3]]
 PI, REF, OLD = torch.tensor(Z, dtype=torch.float64).softmax(1)[:, :, None]
 # The gradients of both KL divergences with respect to the z of pi.
-REVERSE = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # of KL(pi||ref): pi (ln(pi/ref) - KL)
-FORWARD = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): pi - ref
+KL_PI_REF = [[-0.056028], [-0.147284], [0.177711], [0.025601]]  # of KL(pi||ref): pi (ln(pi/ref) - KL)
+KL_REF_PI = [[-0.011075], [-0.252611], [0.213875], [0.049811]]  # of KL(ref||pi): pi - ref
 
 @pytest.mark.parametrize("kl, old, mean, gradient", [
-    ("k3", PI, 0.199658, FORWARD),
-    ("wk3", PI, 0.199658, REVERSE),
-    ("wk3", OLD, 0.199658, REVERSE),
+    ("k3", PI, 0.199658, KL_REF_PI),
+    ("wk3", PI, 0.199658, KL_PI_REF),
+    ("wk3", OLD, 0.199658, KL_PI_REF),
     ("k3", OLD, 0.244449, [[0.015933], [-0.343106], [0.238485], [0.088689]])])
-def test_4_grpo_k3_has_the_gradient_of_the_forward_kl(kl, old, mean, gradient):
+def test_4_grpo_k3_has_the_gradient_of_kl_ref_pi(kl, old, mean, gradient):
     """For tokens sampled from pi, the mean of k3 is KL(pi||ref), but its expected gradient is that of
     KL(ref||pi). With w k3, both are those of KL(pi||ref), even if the tokens are sampled from pi_old. With k3
     and tokens from pi_old, neither is."""
     rows = [objective(grpo, CLIP, PI[[i]], old[[i]], [[0]], REF[[i]], 1, kl) for i in range(4)]
-    c = -old * torch.cat([push for _, push in rows])
+    # A row is a token i, with chance old_i. Through the softmax, dlog pi_i/dz_j = [i = j] - pi_j.
+    c = -old * torch.cat([push for _, push in rows])  # (4, 1)
     found = -sum(chance * J for chance, (J, _) in zip(old[:, 0], rows))
     near([found, c - PI * c.sum()], [mean, gradient])
 
