@@ -47,20 +47,21 @@ def test_one_step_by_hand():
     values, log_w = (torch.zeros_like(mask).masked_scatter(mask > 0, column) for column in given.T)
     rewards = mask.new_tensor([1, 0, 0, 0])
     critic, _ = ppo.gae(ppo.token_rewards(rewards, None, None, mask, 0.0), values, mask, 1.0, 0.95)
-    group = grpo.group_advantages(rewards, 4)[:, None]
+    group = grpo.group_advantages(rewards, 4)[:, None] * (1 + 1e-4 / rewards.std())  # without the 1e-4
     s = (log_w.sum(1, keepdim=True) / lengths).exp()
     for i, x in (2, group), (4, critic), (6, log_w.exp()), (7, s):
         same([row[i] for row in rows], x.expand(4, 4)[mask > 0])
     losses = re.search(r"PPO, -J is (\S+)\. In GRPO, it's (\S+)\. .*/4 = (\S+)\.", LESSON).groups()
-    answers = re.search(r"by (\S+), GRPO by (\S+) .* pushed by (\S+),", RESULTS).groups()  # exercise 6
+    answers = re.search(r"by (\S+), GRPO by (\S+), .* to (\S+) and (\S+)\. .* by (\S+), .* (\S+)\.\n", RESULTS)
+    answers = [answers[k] for k in (1, 2, 5, 3, 4, 6)]  # exercise 5: three pushes, three losses
     for i, (script, adv) in enumerate([(ppo, critic), (grpo, group), (gspo, group)]):
         pushed, loss = pushes(script, log_w.detach(), adv, mask)
         assert [row[8 + i] == "clip" for row in rows] == (pushed[mask > 0] == 0).tolist()
         same([row[8 + i].replace("clip", "0") for row in rows] + [losses[i]], [*pushed[mask > 0], loss])
-        wider, _ = pushes(script, log_w.detach(), adv, mask, eps_high=0.3)
+        wider, loss = pushes(script, log_w.detach(), adv, mask, eps_high=0.3)
         moved = 4 if script is gspo else 1  # tokens of completion 1
         assert (wider != pushed).nonzero().tolist() == [[0, t] for t in range(moved)]
-        same([answers[i]] * moved, wider[0, :moved])
+        same([answers[i]] * moved + [answers[3 + i]], [*wider[0, :moved], loss])
 
 def test_the_arithmetic():
     """Whatever is written as a calculation and its result, such as 2 × (3/4)² = 9/8 or e^0.1 = 1.105."""
@@ -71,8 +72,14 @@ def test_the_arithmetic():
         for symbol, code in {"×": "*", "²": "**2", "√": "math.sqrt", "e^": "math.e**"}.items():
             left = left.replace(symbol, code)
         same([right if "." in right else str(eval(right))], [eval(left)])
-    assert len(found) > 25
-    assert f"is {1.001 ** 100:.1f} after 100 tokens, and {1.001 ** 1000:.1f} after 1,000" in LESSON
+    assert len(found) > 20
+    assert f"their product is {1.001 ** 100:.1f}, and after 1,000, it's {1.001 ** 1000:.1f}." in LESSON
+    printed = re.search(r"k3 is 2 - .* or (\S+)\. .* is x - 1, or (\S+)\. .* or (\S+)\. ", LESSON).groups()
+    for kl, push in zip(("k3", "wk3"), printed[1:]):  # exercise 3 (b)
+        logp, one = torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1)
+        loss, _ = grpo.policy_loss(logp, 0 * one, math.log(2) * one, 0 * one, one, 0.2, 0.2, 1.0, kl)
+        found = [loss.item(), -torch.autograd.grad(loss, logp)[0].item()]
+        assert found == pytest.approx([float(printed[0]), float(push)], abs=5e-4)
     assert runpy.run_path(str(ROOT / "tests/lesson/clip.py"))["objective"](1.5, 1) == (pytest.approx(1.2), 0)
 
 def test_the_lines_of_code_are_those_of_the_scripts():
@@ -81,7 +88,7 @@ def test_the_lines_of_code_are_those_of_the_scripts():
         source = inspect.getsource(getattr(sys.modules[script], function)).splitlines()
         lines = [line.partition("  #")[0].strip() for line in source]
         assert set(code.splitlines()) <= set(lines)
-    assert len(blocks) == LESSON.count("```python") > 9
+    assert len(blocks) == LESSON.count("```python") > 8
 
 # ---- Links, commands, examples ----
 
@@ -96,6 +103,21 @@ def test_the_numbers_of_readme():
         x = 100 * runs[which]
         assert f" {x.mean():.1f} ± {x.std():.1f}% " in README
     assert f"between {x.min():.1f}% and {x.max():.1f}%" in README
+
+def test_the_numbers_of_the_gpu_page():
+    page, rows = ((ROOT / "tests/results/gpu" / name).read_text() for name in ("README.md", "h100.jsonl"))
+    at = {row["what"]: row for row in map(json.loads, rows.splitlines())}
+    samplers, step = [at[f"sampling, {x}"] for x in ("graphs", "no graphs", "generate")], at["step"]
+    shown = [f"| {x['ms_a_token']:.3g} | {round(x['tokens_s'], -2):,.0f} |" for x in samplers]
+    shown += [f"{samplers[1]['ms_a_token'] / samplers[0]['ms_a_token']:.1f} times less time"]
+    shown += [f"{samplers[0]['floor_ms']:.2f} ms per token", f"{samplers[0]['times_floor']:.1f} times slower"]
+    shown += [f"{step['seconds']:.1f} s for 256", " | ".join(f"{step[k]:.1f}" for k in [*step][2:6])]
+    shown += [" | ".join(map(str, at["peaks"]["peaks_gb"].values()))]
+    for run, update in zip(("grpo.py", "gspo.py"), ("checkpointing", "no checkpointing")):
+        shown += [" | ".join(f"{400 * x:.0f}" for _, x in at[f"words, {run}"]["accuracy"])]
+        shown += [f" {at[f'update, {update}'][k]:.2g} " for k in ("seconds", "allocated_gb")]
+    assert [text for text in shown if text not in page] == []
+    assert "| {share_beyond_3e_4:.0%} | {completion_max:.4f} |".format(**at["rounding, nudged by 1e-6"]) in RESULTS
 
 def test_the_edits_of_readme(tmp_path):
     """brief and both diffs, pasted into a copy of grpo.py as a reader would."""
