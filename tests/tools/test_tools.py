@@ -2,7 +2,6 @@
 import json
 import os
 
-import bench
 import evaluate
 import pandas
 import plot
@@ -15,12 +14,6 @@ import common
 import grpo
 import gspo
 import ppo
-
-@pytest.mark.slow
-def test_the_parts_of_a_step_are_timed(capsys):
-    bench.main(grpo.parse_args("--prompts 4 --group_size 4 --max_new_tokens 16 --device cpu".split()))
-    said = capsys.readouterr().out.splitlines()[-3:]
-    assert [line.split()[0] for line in said] == ["sampling", "update", "step"]
 
 def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
     for run, values in [("a-s0", [1, 2, 7]), ("a-s1", [3, None, 7])]:
