@@ -1,13 +1,13 @@
 """What the three scripts share: everything that is not the algorithm.
 
-The first five sections follow one step: read them along with a script. The next four are about
-everything around it. You may stop at the section Other people's models: everything from there on is
-for models, GPUs, and answers that the algorithms never see.
+Read the first six sections along with a script: they follow one step. You may stop at the section
+Problems. From there on, it is for looking things up: data, flags, and files, then what other
+people's models need, CUDA graphs, and math answers.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
-T in the longest completion, C in the longest row (prompt plus completion); M tokens with mask 1; K
+T in the longest completion, C in the longest row (prompt plus completion); M tokens to train on; K
 tokens in the vocabulary; H the hidden size. A minibatch has a smaller N, a micro-batch a smaller
-N, T, and C; n is any other number of rows or tokens.
+N, T, and C. While sampling, n of the N rows are not finished.
 """
 import argparse
 import glob
@@ -38,11 +38,12 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model a
 def generate(model, tokenizer, problems, group_size, args):
     """Sample group_size completions for each of P problems. Returns a rollout, to which the scripts
     add rewards (N,), old_logp, ref_logp, old_values, returns (N, T), and adv (N, T) or (N, 1)."""
-    stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
+    stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # ids that end it
+    # In training mode with checkpointing, some models, such as GPT-2, don't use the cache.
+    model.eval()
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
     with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        # In training mode with checkpointing, some models, such as GPT-2, don't use the cache.
-        tokens, logp = sample(model.eval(), [p["prompt"] for p in problems], group_size, stop, args)
+        tokens, logp = sample(model, [p["prompt"] for p in problems], group_size, stop, args)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
     mask = (is_stop.cumsum(1) - is_stop.long()) == 0  # no stop token before this one
@@ -61,40 +62,39 @@ def generate(model, tokenizer, problems, group_size, args):
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
         "completion_length": lengths,  # (N,) number of tokens, including the stop token
         "finished": finished,  # (N,) True where a stop token ended the completion
-        "mask": mask,  # (N, T) 1.0 on the tokens to train on; what you set to 0 is only read
-        "skip": torch.zeros_like(finished),  # (N,) True on the rows that update leaves out
+        "mask": mask,  # (N, T) 1.0 on the tokens to train on; set it to 0 on others' words
+        "skip": torch.zeros_like(finished),  # (N,) True on rows that update skips: see collect
         "sampled_logp": logp[:, :mask.shape[1]] * mask}  # (N, T) log pi, as the sampler computed it
 
 def sample(model, prompts, group_size, stop, args):
-    """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens). Prompts are
-    padded on the left, so that all rows write to the same column of the cache. (transformers'
-    generate reads each prompt group_size times, and keeps computing finished rows.)"""
+    """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens); what follows a
+    stop token is noise. Prompts are padded on the left, so that all rows write to the same column
+    of the cache. (transformers' generate reads each prompt group_size times.)"""
     cache = Cache(config=model.config)
 
     def read(ids, attention):
-        """Read columns, ids (n, columns), into the cache. attention is 0 on padding, and spans all
-        columns so far. Returns the hidden states of the last column, (n, H)."""
-        positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]  # (n, columns)
+        """Read columns, ids (n, columns), into the cache. attention is 1 on all tokens so far and 0
+        on padding. Returns the hidden states of the last column, (n, H)."""
+        positions = (attention.cumsum(1) - 1).clamp(min=0)  # the number of tokens before each
         return model.base_model(
-            input_ids=ids, attention_mask=attention, position_ids=positions,
+            input_ids=ids, attention_mask=attention, position_ids=positions[:, -ids.shape[1]:],
             cache=cache, use_cache=True).last_hidden_state[:, -1]
 
     rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
-    attention, ids = (ids >= 0).long(), ids.clamp(min=0)  # both (P, S)
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")  # (P, S)
+    attention = (ids >= 0).long()
     # Each prompt is read once. From here on, it has a row for each of its completions.
     active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in use, now N
     owner = active // group_size  # (N,) the prompt of each row
-    hidden = read(ids, attention)[owner]  # (N, H)
+    hidden = read(ids.clamp(min=0), attention)[owner]  # (N, H)
     cache.reorder_cache(owner)  # selects rows: from P to N
     attention = pad(attention, (0, args.max_new_tokens), value=1)[owner]  # (N, S + max_new_tokens)
+    # Recorded does what read does, but faster on a GPU.
     read_token = Recorded(read, cache) if args.cuda_graphs and can_record(cache) else read
-
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
-    sampled_logp = torch.zeros(tokens.shape, device=model.device)
+    logp = torch.zeros(tokens.shape, device=model.device)
     for t in tqdm(range(args.max_new_tokens), "sampling", leave=False, disable=None, delay=2):
-        token, logp = draw(head_logits(model, hidden), args.temperature)  # both (n,)
-        tokens[active, t], sampled_logp[active, t] = token, logp
+        tokens[active, t], logp[active, t] = draw(head_logits(model, hidden), args.temperature)
         # Drop finished rows, but not often: dropping copies the cache, counting waits for the GPU.
         if t % 4 == 0:
             kept = (~torch.isin(tokens[active, :t + 1], stop).any(1)).nonzero().squeeze(1)
@@ -102,9 +102,10 @@ def sample(model, prompts, group_size, stop, args):
                 break
             if len(kept) < len(active) / 2:
                 cache.reorder_cache(kept)
-                active, token = active[kept], token[kept]
-        hidden = read_token(token[:, None], attention[active, :ids.shape[1] + t + 1])  # (n, H)
-    return tokens, sampled_logp
+                active = active[kept]
+        read_so_far = attention[active, :ids.shape[1] + t + 1]
+        hidden = read_token(tokens[active, t:t + 1], read_so_far)  # (n, H)
+    return tokens, logp
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
@@ -126,8 +127,8 @@ def token_logprobs(model, batch, args, chunk=2 ** 26):
         logits = head_logits(model, hidden) / args.temperature
         return -cross_entropy(logits, target, reduction="none")
     index, hidden, target = completion_states(model, batch, args)
-    size = chunk // len(model.get_output_embeddings().weight)  # tokens per chunk
-    chunks = zip(hidden.split(size), target.split(size))
+    tokens = chunk // len(model.get_output_embeddings().weight)  # per chunk
+    chunks = zip(hidden.split(tokens), target.split(tokens))
     logp = torch.cat([checkpoint(of_chunk, h, y, use_reentrant=False) for h, y in chunks])  # (M,)
     return logp.new_zeros(batch["mask"].shape).index_put(index, logp)
 
@@ -148,7 +149,7 @@ def head_logits(model, hidden):
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head(hidden.to(head.weight.dtype))
-    return soft_capped(logits, model.config)
+    return soft_capped(logits, model.config)  # Gemma's; other models' stay as they are
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
@@ -162,7 +163,7 @@ def minibatches(rollout, count, group_size):
 def micro_batches(batch, tokens):
     """Split a batch into micro-batches of at most `tokens` tokens, including padding; a longer row
     gets its own. Rows are sorted by length to reduce padding, and trimmed to the longest in their
-    micro-batch: ids to its C, all other tensors to its T. Rows to skip are left out."""
+    micro-batch: ids to its C, other matrices to its T. Rows to skip are left out."""
     batch = {name: value[~batch["skip"]] for name, value in batch.items()}
     lengths = batch["prompt_length"] + batch["completion_length"]
     order = lengths.argsort(descending=True)
@@ -177,7 +178,7 @@ def micro_batches(batch, tokens):
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update. Cut in another way, bfloat16 would round differently, and w would not start at 1."""
+    update, or bfloat16 would round differently, and w not start at 1. Rows to skip get 0."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -187,7 +188,7 @@ def over_batches(function, model, rollout, args):
 # ---- Optimizer ----
 def clip_and_step(optimizer, lr, args):
     """Clip the gradient, take a step with a warmup to `lr`, zero the gradient. Returns statistics.
-    No step is taken if the gradient is not finite or is 0: momentum would still move weights."""
+    No step is taken if the gradient is not finite, or is 0, where momentum would move weights."""
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).item()
     stats = {"skipped": (not math.isfinite(norm), 1), "zero_gradient": (norm == 0, 1)}
@@ -212,7 +213,7 @@ def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view(len(lengths) // args.group_size, args.group_size)  # or fails
+    groups = rollout["rewards"].view(len(lengths) // args.group_size, args.group_size)  # (P, G)
     assert groups.isfinite().all(), "a reward is not finite"
     stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
@@ -236,11 +237,13 @@ def evaluate(policy, tokenizer, problems, reward, args):
     """Sample one completion per held-out problem, as in training. Prints the first, and returns the
     mean reward, the mean length and, if there are gold answers, the fraction of right ones."""
     torch.manual_seed(args.seed)  # the same seed in every evaluation
-    texts, rewards, lengths, size = [], [], [], args.prompts * args.group_size
+    texts, rewards, lengths = [], [], []
+    size = args.prompts * args.group_size  # as many rows as in training
     for start in range(0, len(problems), size):
         rollout = generate(policy, tokenizer, problems[start:start + size], 1, args)
         texts += rollout["texts"]
-        rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
+        given = reward(rollout["problems"], rollout["texts"])
+        rewards += [float(r) for r, _ in zip(given, rollout["texts"], strict=True)]
         lengths += rollout["completion_length"].tolist()
     question, answer = problems[0]["question"], problems[0]["answer"]
     first = f"{question}\n{texts[0]}\n(reward {rewards[0]:g}, answer {answer})"
@@ -253,23 +256,24 @@ def evaluate(policy, tokenizer, problems, reward, args):
 # ---- Problems ----
 def load_problems(args, tokenizer):
     """Load the training and held-out problems, which are the same for every --seed."""
-    def asked(problem):  # the whole chat tells problems apart, since many end alike
+    def asked(problem):  # tells problems apart; two chats may end with the same message
         return "\n".join(str(message["content"]) for message in problem["chat"])
     splits = read_dataset(args.dataset, args.subset)
-    rows = eval_rows = splits[args.split]
+    rows = splits[args.split]
     train = prepare(rows, tokenizer, args)
-    # From a lone split, hold out a fifth of the problems, whatever their order.
-    held_out = [p for p in train if random.Random(asked(p)).random() < 0.2]
     if len(splits) > 1:
         eval_rows = splits[args.eval_split]
         held_out = prepare(eval_rows, tokenizer, args)
+    else:  # a file, for example: hold out a fifth of the problems, whatever their order
+        eval_rows = rows
+        held_out = [p for p in train if random.Random(asked(p)).random() < 0.2]
     taken = {asked(p) for p in held_out}
     train = [p for p in train if asked(p) not in taken]  # no problem is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
     print(f"{len(train)} of {len(rows)} rows for training,"
           f" {len(held_out)} of {len(eval_rows)} held out")
-    assert train and held_out, "too few rows can be used: see prepare"
+    assert train and held_out, "nothing is left to train on, or to hold out: see prepare"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
     return train, held_out
@@ -282,9 +286,10 @@ def read_dataset(source, subset=None):
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
-    """Turn rows into problems: dicts of all columns and of "chat" (a list of messages, made from a
-    question that is a string), "question" (the last message's text), "prompt" (ids), "answer". Rows
-    with no question, no answer that the grader can read, or too long a prompt are dropped."""
+    """Turn rows into problems: dicts of all columns and, in place of columns of these names, "chat"
+    (a list of messages, made from a question that is a string), "question" (the last message's
+    text), "prompt" (ids), and "answer". Rows with no question, no readable answer, or too long a
+    prompt are dropped."""
     problems = []
     for row in split.to_list():
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
@@ -296,7 +301,7 @@ def prepare(split, tokenizer, args):
                 f"give gold answers as strings, not {gold!r}")
             answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's have their own mark, ####
             # JSON reads "\frac" as a form feed, a control character, and "rac".
-            if not canonical(answer) or min(answer) < " ":
+            if not canonical(answer) or any(character < " " for character in answer):
                 continue
         if not isinstance(chat, list):
             chat = [{"role": "user", "content": chat}]
@@ -305,8 +310,9 @@ def prepare(split, tokenizer, args):
             continue
         assert isinstance(question, str), f"a question must be a string, not {question!r}"
         assert chat[-1]["role"] != "assistant", f"the prompt would hold the answer: {chat[-1]}"
-        led = not args.system_prompt or chat[0]["role"] == "system"
-        messages = chat if led else [{"role": "system", "content": args.system_prompt}, *chat]
+        messages = chat
+        if args.system_prompt and chat[0]["role"] != "system":
+            messages = [{"role": "system", "content": args.system_prompt}, *chat]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         if 0 < len(prompt) <= args.max_prompt_tokens:
             check_known(prompt, tokenizer)
@@ -317,23 +323,24 @@ def prepare(split, tokenizer, args):
 def batch_of(problems, step, count, seed):
     """Return a step's `count` problems: the next of an endless list, shuffle after shuffle."""
     n, places = len(problems), range((step - 1) * count, step * count)
-    numbers = {i // n for i in places}  # of the shuffles: usually one, or two
-    shuffles = {k: random.Random(f"{seed} {k}").sample(problems, n) for k in numbers}
+    rounds = {i // n for i in places}  # usually one, or two
+    shuffles = {k: random.Random(f"{seed} {k}").sample(problems, n) for k in rounds}
     return [shuffles[i // n][i % n] for i in places]
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the docstring as written, and the defaults of flags."""
 
-def number(kind, zero=False):
+def finite(kind, zero=False):
     """Make an argparse type: a finite number above 0 or, with zero=True, at least 0."""
-    def checked(text):
-        if 0 < kind(text) < math.inf or zero and kind(text) == 0:
+    def number(text):
+        if 0 < kind(text) < math.inf or (zero and kind(text) == 0):
             return kind(text)
-        raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
-    return checked
+        least = "at least" if zero else "above"
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number {least} 0")
+    return number
 
-count, positive, amount = number(int), number(float), number(float, zero=True)
+count, positive, amount = finite(int), finite(float), finite(float, zero=True)
 
 def make_parser(file, doc):
     """Make a parser with the flags that all scripts share; --help shows `doc`."""
@@ -347,7 +354,7 @@ def make_parser(file, doc):
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; a lone split gives a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; if there is only one, a fifth")
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
     add("--system_prompt", help="used unless a chat brings its own",
@@ -377,9 +384,9 @@ def parse(parser, argv, **toy):
     """Parse `argv`; for a resumed run, what it was given before and then `argv`, so that new flags
     win. Without --model, the toy's settings, in tests/toy/args.json and `toy`, are the defaults."""
     given = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(given)
+    args = parser.parse_args(given)  # for --out and --resume
     if args.resume != Path(args.out).exists():
-        parser.error(f"--out {args.out} must exist with --resume, and must not exist without")
+        parser.error(f"--resume needs an --out that exists; without it, --out {args.out} must not")
     if args.resume:
         run = json.loads(Path(args.out, "args.json").read_text())
         assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"
@@ -418,7 +425,8 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # A run that was killed before its first checkpoint has logged nothing: it begins again.
+    # A run that was killed before its first checkpoint has logged nothing, and begins again. If it
+    # has logged something, but state.pt is lost, loading has to fail.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
@@ -429,8 +437,8 @@ def open_run(args, parts):
     return state["step"]
 
 def save_checkpoint(out, step, tokenizer, policy, parts):
-    """Save the policy in step-N, for you, and in state.pt, for --resume, the metrics so far and
-    `parts`, {name: model or optimizer}. A kill leaves either the old state.pt or the new one."""
+    """Save the policy in step-N, for you, and what --resume needs in state.pt: the metrics so far,
+    and `parts`, {name: model or optimizer}. A kill leaves the old state.pt or the new one."""
     for saved in (policy, tokenizer):
         saved.save_pretrained(Path(out, f"step-{step}"))
     state = {"step": step, "metrics": Path(out, "metrics.jsonl").read_text()}
@@ -459,13 +467,13 @@ def load_model(args):
     """Load --model in float32. With the 8 significant bits of bfloat16, adding 1e-6 to a weight of
     0.02 would change nothing."""
     config = transformers.AutoConfig.from_pretrained(args.model)
-    text = config.get_text_config()
-    for name, value in list(vars(text).items()):
+    text_config = config.get_text_config()
+    for name, value in list(vars(text_config).items()):
         if "drop" in name and isinstance(value, float):
-            setattr(text, name, 0.0)  # dropout would move the ratio away from 1
-    # If one row is longer than the second, Phi-3 changes the rotary embedding of the whole batch.
+            setattr(text_config, name, 0.0)  # dropout would move the ratio away from 1
+    # Phi-3 has a second limit: if a row is longer, it rotates the whole batch in another way.
     for name in ("max_position_embeddings", "original_max_position_embeddings"):
-        room = getattr(text, name, None) or math.inf
+        room = getattr(text_config, name, None) or math.inf
         assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32).to(args.device)
@@ -489,15 +497,15 @@ def stop_ids(model, tokenizer):
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
     after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
-    # The first added token ends the turn. But Gemma's newlines are added tokens, too.
+    # In "<|im_end|>\n", the first added token ends the turn. But Gemma adds newlines, too.
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
     ends = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in added]
     return sorted(stops | set(ends[:1]))
 
 def check_known(prompt, tokenizer):
     """Refuse a prompt that the model cannot read. (In GPT-2, the unknown token is also EOS.)"""
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-    assert not unknown & set(prompt), f"to the model, this reads {tokenizer.decode(prompt)!r}"
+    known = tokenizer.unk_token_id == tokenizer.eos_token_id or tokenizer.unk_token_id not in prompt
+    assert known, f"to the model, this reads {tokenizer.decode(prompt)!r}"
 
 class Cache(transformers.DynamicCache):
     """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
@@ -589,7 +597,8 @@ def extract_answer(text, longest=600):
         text = text.strip().partition("\n")[0]
     elif not (found and closed):
         return ""
-    text = text.rstrip().strip("* \n")  # models like to write #### **42**
+    # Models like to write #### **42**. A tab at the start stays: it is what JSON makes of \times.
+    text = text.rstrip().strip("* \n")
     return text if len(text) <= longest else ""
 
 @lru_cache(2 ** 16)

@@ -11,14 +11,13 @@ a group of G completions. Number all N = P*G of them by i, reward o_i with r_i, 
     KL_it = x - log x - 1,  x = pi_ref(o_it | q, o_i<t) / pi(o_it | q, o_i<t)                  (4)
 
 (4) is the k3 estimator (joschu.net/blog/kl-approx.html): given the prefix o_i<t, its mean over
-samples from pi is KL(pi || pi_ref). Its gradient is another matter, because backward does not see
-the sampling. While pi = pi_old, it is on average the gradient of KL(pi_ref || pi). --kl wk3
-(DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it, and the gradient is always that of
-KL(pi || pi_ref). tests/results/README.md derives both.
+samples from pi is KL(pi || pi_ref). But while pi = pi_old, its gradient is that of the other KL,
+KL(pi_ref || pi). --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it, and the gradient
+is always that of KL(pi || pi_ref). tests/results/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
-0. Each optimizer step maximizes the J of its own minibatch, with its own N. DeepSeekMath takes one
-step per rollout, so its w is always 1; we take four, with its beta.
+0. Each optimizer step maximizes the J of its own minibatch, with its own N.
+DeepSeekMath takes one step per rollout, so its w is always 1; we take four, with its beta.
 
     python grpo.py                                                                          # laptop
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --subset main  # 40 GB
@@ -35,7 +34,9 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add, count, positive, amount = parser.add_argument, common.count, common.positive, common.amount
+    add = parser.add_argument
+    # Types: a whole number above 0, a number above 0, and a number that is at least 0.
+    count, positive, amount = common.count, common.positive, common.amount
     add("--prompts", type=count, default=32, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=8, help="G, completions per prompt; usually 8 to 64")
     add("--eps_low", type=amount, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
@@ -69,7 +70,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
     loss is a sum over rows, so it adds up over micro-batches; update divides it by N. adv is (N, T)
     or (N, 1), the other tensors (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns
     the scalar loss and statistics, which are (sum, count) pairs."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for an empty row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
@@ -91,7 +92,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, eps_low, eps_high, beta, kl
 
 @torch.no_grad()
 def collect(policy, reference, tokenizer, problems, reward, args):
-    """Collect a rollout (see common.py): N completions, their rewards, log-probs and advantages."""
+    """Collect a rollout (see common.generate), with rewards, log-probs, and advantages."""
     # 1. sample: N completions
     rollout = common.generate(policy, tokenizer, problems, args.group_size, args)
     rewards = [float(r) for r in reward(rollout["problems"], rollout["texts"])]

@@ -40,7 +40,9 @@ import common
 def parse_args(argv=None):
     """Parse this script's own flags and the shared ones (common.make_parser)."""
     parser = common.make_parser(__file__, __doc__)
-    add, count, positive, amount = parser.add_argument, common.count, common.positive, common.amount
+    add = parser.add_argument
+    # Types: a whole number above 0, a number above 0, and a number that is at least 0.
+    count, positive, amount = common.count, common.positive, common.amount
     add("--prompts", type=count, default=256, help="P, prompts per step; more give less variance")
     add("--group_size", type=count, default=1, help="G, completions per prompt; one is enough")
     add("--eps_low", type=amount, default=0.2, help="lower clip range in (3); usually 0.1 to 0.3")
@@ -123,10 +125,10 @@ def explained_variance(returns, values, mask):
 
 def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t ... . The
-    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. adv is (N, T)
-    or (N, 1), the other tensors (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns
-    the scalar loss and statistics, which are (sum, count) pairs."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
+    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. All tensors
+    are (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns the scalar loss and
+    statistics, which are (sum, count) pairs."""
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for an empty row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
     unclipped, clipped = w * adv, w.clamp(1 - eps_low, 1 + eps_high) * adv
@@ -141,7 +143,7 @@ def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
 
 def value_loss(values, old_values, returns, mask, eps_value):
     """Compute (5) without its 1/N. All tensors are (N, T). Returns the loss and statistics."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for a fully masked row
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for an empty row
     clipped = old_values + (values - old_values).clamp(-eps_value, eps_value)
     # Like the min in (3), the max lets a V that has moved away from its return be pulled back.
     error = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)  # (N, T)       (5)
@@ -150,7 +152,7 @@ def value_loss(values, old_values, returns, mask, eps_value):
 
 @torch.no_grad()
 def collect(policy, critic, reference, tokenizer, problems, reward, args):
-    """Collect a rollout (see common.py): N completions, their rewards, log-probs and advantages."""
+    """Collect a rollout (see common.generate), with rewards, log-probs, and advantages."""
     # 1. sample: N completions
     rollout = common.generate(policy, tokenizer, problems, args.group_size, args)
     rewards = [float(r) for r in reward(rollout["problems"], rollout["texts"])]

@@ -93,7 +93,7 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
     assert said.splitlines()[0] == "8 of 18 rows for training, 1 of 5 held out" and "gold answer: '0'" in said
     for bad in (rows[-5:], rows[12:13]):
         write_jsonl("mine/train.jsonl", bad)
-        with pytest.raises(AssertionError, match="too few rows"):
+        with pytest.raises(AssertionError, match="nothing is left"):
             load(flags)
         assert f"0 of {len(bad)} rows for training" in capsys.readouterr().out
 
