@@ -24,7 +24,6 @@ def pytest_configure(config):
     config.option.markexpr = config.option.markexpr or "not slow"
 
 # ---- All tests ----
-
 def settings(script, **changes):
     """The script's defaults for the toy on a CPU in float32, but for a copy's TEST_FLAGS and `changes`."""
     args = script.parse_args(["--device", "cpu", "--dtype", "float32"])
@@ -53,7 +52,6 @@ def same(a, b):
     return a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 # ---- Models and rows of tokens: test_logprobs, test_sampling, test_batching, test_ppo, test_gpu, forks ----
-
 def tiny_model(family="qwen2", vocab_size=64, seed=0, dtype=torch.float32, **settings):
     """A randomly initialized causal LM of `family`, with logits spread enough for bugs to show."""
     torch.manual_seed(seed)
@@ -129,20 +127,16 @@ def full_logprobs(model, batch, temperature):
 
 def holes(mask):
     """Mask out one token in each row of three or more: the first, one in the middle, or the last."""
-    mask = mask.clone()
-    for i, n in enumerate(mask.sum(1).long().tolist()):
-        if n > 2:
-            mask[i, (0, n // 2, n - 1)[n % 3]] = 0
-    return mask
+    n = mask.sum(1, keepdim=True).long()
+    hole = torch.cat([0 * n, n // 2, n - 1], 1).gather(1, n % 3)
+    return mask * ((torch.arange(mask.shape[1]) != hole) | (n < 3))
 
 # ---- Whole runs in directories of their own: test_every_script, _cli, _data, _resume, _toy, forks ----
-
 TINY = ("--model model --dataset data.jsonl --steps 1 --prompts 2 --group_size 2 --max_prompt_tokens 256 "
         "--max_new_tokens 4 --minibatches 1 --lr 0.01 --warmup_steps 0 --eval_problems 2")
 
 def train(script, flags, out="run"):
-    """Run a script on the CPU, as its command line does, with a copy's TEST_FLAGS; return the rows of
-    metrics.jsonl."""
+    """Run a script on the CPU, as its command line does, but for TEST_FLAGS. Returns metrics.jsonl's rows."""
     args = script.parse_args(shlex.split(f"--device cpu --out {out} {flags}"))
     vars(args).update(getattr(script, "TEST_FLAGS", {}))
     script.main(args)
@@ -179,17 +173,13 @@ def spread(monkeypatch):
     monkeypatch.setattr(common, "answer_reward", by_text)
 
 # ---- policy_loss, collect and update: test_every_script, test_batching, test_ppo, forks ----
-
 def call(function, given):
-    """Call a function of a script whose signature we don't know: the names of its parameters say what to pass.
-    Each is in `given`, or a flag. Two more may be a copy's own. For `my_tracker` in collect or update, Trainer
-    makes a MyTracker() of the copy. For any name in policy_loss, loss_of has a stand-in: a table, (N, T), of
-    positive numbers with a gradient, as of an entropy or a KL."""
-    given, asked = vars(given["args"]) | given, inspect.signature(function).parameters
-    for name in asked.keys() - given.keys():
-        pytest.fail(f"{function.__name__} asks for `{name}`: see `The tests of your own copy` in "
-                    "tests/forks/README.md", pytrace=False)
-    return function(*(given[name] for name in asked))
+    """Call a script's function, whatever its signature: the names of its parameters say what to pass. Each is
+    in `given`, or is a flag. Others are a copy's own. For `my_tracker` in collect or update, Trainer makes a
+    MyTracker() of the copy. For any name in policy_loss, loss_of has a stand-in: a table, (N, T), of positive
+    numbers with a gradient, like those of an entropy or a KL."""
+    given = vars(given["args"]) | given
+    return function(*(given[name] for name in inspect.signature(function).parameters))
 
 def random_rows(seed=0, lengths=(6, 1, 4, 2, 5), spread=0.4):
     """Ragged rows with holes for policy_loss, in float64, with nonsense where the mask is 0. `spread` is the
@@ -215,8 +205,7 @@ def count_t3(problems, completions):
     return [text.count("t3") + len(text) / 100 for text in completions]
 
 class Recorder(torch.optim.SGD):
-    """Stands in for the optimizer: records the gradient of every step and changes no weights. With a clip at
-    infinity, common.clip_and_step leaves the gradient as it is."""
+    """Stands in for the optimizer: records the gradient of every step and changes no weights."""
     def __init__(self, model):
         super().__init__(model.parameters(), lr=0.0)
         self.gradients = []
@@ -233,9 +222,9 @@ class Recorder(torch.optim.SGD):
 class Trainer:
     """A script, six problems and tiny models with 8 tokens, so that completions often end. Collects once."""
     def __init__(self, script, reward=count_t3, **flags):
-        sizes = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6}
-        self.script, self.args = script, settings(script, **sizes | flags, warmup_steps=0)
-        self.max_grad_norm = self.args.max_grad_norm
+        usual = {"group_size": 2, "minibatches": 1, "epochs": 1, "max_new_tokens": 8, "temperature": 0.6,
+                 "warmup_steps": 0, "max_grad_norm": torch.inf}
+        self.script, self.args = script, settings(script, **usual | flags)
         self.policy, self.reference = (tiny_model(vocab_size=8, seed=seed) for seed in (0, 1))
         self.critic = transformers.AutoModel.from_config(tiny_config("qwen2", 8))
         self.critic.score = torch.nn.Linear(16, 1)
@@ -256,19 +245,18 @@ class Trainer:
         return call(self.script.update, vars(self))
 
     def use(self, optimizer):
-        self.args.max_grad_norm = torch.inf
         self.optimizer, self.critic_optimizer = optimizer(self.policy), optimizer(self.critic)
 
     def use_adam(self, lr):
         self.use(lambda model: torch.optim.Adam(model.parameters(), lr, (0.9, 0.95), fused=True))
-        vars(self.args).update({name: lr for name in ("lr", "value_lr") if name in self.args},
-                               max_grad_norm=self.max_grad_norm)
+        vars(self.args).update({name: lr for name in ("lr", "value_lr") if name in self.args})
 
     def moved(self):
         """Itself, with models in float64 that have moved since the rollout, and the rollout's tensors."""
         torch.manual_seed(2)
-        self.reference.double()
-        for weight in [*self.policy.double().parameters(), *self.critic.double().parameters()]:
+        for model in filter(None, (self.policy, self.critic, self.reference)):
+            model.double()
+        for weight in [*self.policy.parameters(), *self.critic.parameters()]:
             weight.data += 0.02 * torch.randn_like(weight)
         tensors = {name: x for name, x in self.rollout.items() if torch.is_tensor(x)}
         return self, {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}

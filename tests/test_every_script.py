@@ -1,7 +1,6 @@
 """What holds for every objective, tested on every script next to common.py: copy grpo.py, edit its objective,
-and these tests run on your copy, too. They call its functions by the names of their parameters. A copy may
-mask out some of the tokens. Groups have four completions, and nearly all of their rewards differ. TEST_FLAGS
-and TEST_REWARD in a copy change that: see tests/forks/README.md.
+and these tests run on your copy, too. A copy may mask out some of the tokens, and has groups of four. For
+TEST_FLAGS, TEST_REWARD and TEST_IDLE in a copy, see tests/forks/README.md. Introspection: conftest.call.
 """
 import importlib
 import math
@@ -26,15 +25,15 @@ def prepared(script, **flags):
     """Groups of four. t3 gets the highest reward, but all rewards of the last group are equal. The clip range
     is narrow, so that much is clipped, and wider above than below, so that swapping its ends shows."""
     def reward(problems, texts):
-        given = count_t3(problems, texts)
-        if right_or_wrong(script):
-            given = [float("t3" in text) for text in texts]
+        binary = getattr(script, "TEST_REWARD", None) == "right or wrong"
+        given = [float("t3" in text) for text in texts] if binary else count_t3(problems, texts)
         return [x * (problem["question"] != "5") for problem, x in zip(problems, given)]
     usual = known(script, eps_low=0.02, eps_high=0.05) | getattr(script, "TEST_FLAGS", {})
     return Trainer(script, reward, **usual | {"group_size": 4} | known(script, **flags))
 
-def right_or_wrong(script):
-    return getattr(script, "TEST_REWARD", None) == "right or wrong"
+def idle(script):
+    """What changes nothing in runs as short as these. Without an A per token, GSPO-token is GSPO."""
+    return {"token_level", *getattr(script, "TEST_IDLE", [])}
 
 def known(script, **flags):
     return {name: value for name, value in flags.items() if name in settings(script)}
@@ -46,8 +45,7 @@ def watched_update(trainer, monkeypatch):
         stats = trainer.update()
     batches = {id(one.batch): one.batch for one in passes if one.model is trainer.policy}
     assert len(batches) == len(losses) > 0, (
-        "the log-probs of update must come from common.token_logprobs or common.completion_states, and go to "
-        "policy_loss once per micro-batch: otherwise these tests see nothing")
+        "call common.token_logprobs or completion_states, and then policy_loss, once per micro-batch")
     return stats, list(zip(batches.values(), losses))
 
 def imported(name):
@@ -61,7 +59,6 @@ def script(request):
     return imported(request.param)
 
 # --- update: from a rollout to gradients
-
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch):
     """Row by row, without common.py: temperature, shift by one, mask, division by the number of rows. Other
@@ -95,12 +92,10 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch)
 def other_padding(rollout):
     """The same rows in reverse, with nonsense in all padding."""
     other = {name: x.flip(0) for name, x in rollout.items()}
-    lengths = other["completion_length"]
-    padding = torch.arange(rollout["mask"].shape[1]) >= lengths[:, None]
-    beyond = torch.arange(rollout["ids"].shape[1]) >= (lengths + other["prompt_length"])[:, None]
     for name, x in other.items():
-        if name == "ids" or x.shape == padding.shape and name != "mask":
-            other[name] = x.masked_fill(beyond if name == "ids" else padding, 5)
+        if x.dim() > 1 and name != "mask":
+            ends = other["completion_length"] + (other["prompt_length"] if name == "ids" else 0)
+            other[name] = x.masked_fill(torch.arange(x.shape[1]) >= ends[:, None], 5)
     return other
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
@@ -113,8 +108,7 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
         torch.testing.assert_close(cut, whole, **EXACT)
         assert same == pytest.approx(stats, rel=1e-6)
     assert whole.norm() > 1e-6, "this rollout has no gradient: does the objective train any token of it?"
-    assert all(map(math.isfinite, [*trainer.stats.values(), *stats.values()])), (
-        "a statistic is not finite: is it a mean over no token, or no row?")
+    assert all(map(math.isfinite, [*trainer.stats.values(), *stats.values()])), "a mean over no token or row?"
     parts = [trainer.gradients(part)[0] for part in common.minibatches(rollout, 4, 4)]  # 2, 2, 1, 1 groups
     steps, _ = trainer.gradients(rollout, minibatches=4, epochs=2)
     torch.testing.assert_close(steps, torch.cat(parts * 2), **EXACT)
@@ -124,12 +118,10 @@ def test_a_row_to_skip_has_no_gradient(script, beta):
     """Skipping it only saves time: an update that doesn't skip gives the same gradient."""
     trainer, rollout = prepared(script, beta=beta).moved()
     whole, _ = trainer.gradients(rollout | {"skip": torch.zeros_like(rollout["skip"])})
-    torch.testing.assert_close(trainer.gradients(rollout)[0], whole, **EXACT, msg=(
-        "a row has a gradient, but is skipped: see rollout['skip'] in collect"))
+    torch.testing.assert_close(trainer.gradients(rollout)[0], whole, **EXACT)
 
 def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeypatch):
-    """Old log-probs, advantages and the rest stay as they are while the policy moves. The statistics include
-    every micro-batch of both passes."""
+    """Old log-probs and the rest stay while the policy moves. Statistics include both passes."""
     trainer = prepared(script, minibatches=4, epochs=2, micro_batch_tokens=40)
     trainer.use_adam(lr=0.02)
     stats, watched = watched_update(trainer, monkeypatch)
@@ -138,12 +130,11 @@ def test_every_pass_takes_every_row_once_with_what_was_collected(script, monkeyp
     rows = [row for batch, _ in watched for row in batch["row"].tolist()]
     taught = (~trainer.rollout["skip"]).nonzero().squeeze(1).tolist()
     assert sorted(rows) == sorted(2 * taught) and sorted(rows[:len(taught)]) == taught
-    numbers = {"row": torch.arange(len(trainer.rollout["ids"]))}
+    rollout = trainer.rollout | {"row": torch.arange(len(trainer.rollout["ids"]))}
     for batch, loss in watched:
-        # a copy without a ratio may do without old_logp
-        assert torch.equal(vars(loss).get("old_logp", batch["old_logp"]), batch["old_logp"])
+        assert torch.equal(vars(loss).get("old_logp", batch["old_logp"]), batch["old_logp"])  # or no ratio
         for name, x in batch.items():
-            whole = (trainer.rollout | numbers)[name][batch["row"]]
+            whole = rollout[name][batch["row"]]
             assert torch.equal(x, whole[:, :x.shape[1]] if x.dim() > 1 else whole), name
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,11 +147,9 @@ def test_old_and_new_log_probs_are_equal_before_the_first_update(script, dtype, 
         assert gap <= (1e-6 if dtype == "float32" else 0) and logp.dtype == torch.float32
 
 # --- collect: from a policy to a rollout
-
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_rollout_of_equal_rewards_breaks_nothing(script, beta):
-    """Such steps occur in real runs: nothing may crash or become NaN. Neither the reward nor the reference
-    may get a gradient."""
+    """Such steps occur: nothing may crash, become NaN, or give the reward or the reference a gradient."""
     trainer = prepared(script, minibatches=2, beta=beta)
     weight = torch.ones((), requires_grad=True)
     trainer.reward = lambda problems, texts: weight * torch.ones(len(texts))
@@ -188,15 +177,15 @@ def test_a_reward_is_one_number_per_completion_beside_its_problem(script):
     assert asked == rows if script.__name__ in OURS else all(row in asked for row in rows)
     ends = trainer.rollout["prompt_length"] + trainer.rollout["completion_length"]
     for ids, end, (_, text) in zip(trainer.rollout["ids"], ends, rows, strict=True):
-        whole = trainer.tokenizer.decode(ids[:end].tolist())
-        assert whole.removesuffix("t1").endswith(text.removesuffix("t1")), "a text is not the end of its row"
+        whole = trainer.tokenizer.decode(ids[:end].tolist()).removesuffix("t1")
+        assert whole.endswith(text), "a text is not the end of its row"
     for count in (12, 23, 48):
         trainer.reward = lambda problems, texts: [i % 2 for i in range(count)]
         with pytest.raises((RuntimeError, IndexError)):
             trainer.collect()
 
-def test_an_advantage_does_not_change_with_the_length_of_another_group(script, monkeypatch):
-    """Group 5 gets eight more tokens; the rewards stay. A copy may leave out rows, and whiten."""
+def test_an_advantage_does_not_change_with_another_group(script, monkeypatch):
+    """Group 4 gets other rewards, group 5 eight more tokens. A copy may leave out rows, shift, and scale."""
     found = []
     monkeypatch.setattr(common, "rollout_stats", lambda *_: {})  # it would refuse this sampled_logp
     for more in (0, 8):
@@ -206,32 +195,28 @@ def test_an_advantage_does_not_change_with_the_length_of_another_group(script, m
             rows = [[3 + i % 5] * (20 + i * 5 % 7 + more * (i >= 20)) for i in number]
             batch = make_batch([problem["prompt"] for problem in asked], rows)
             return batch | {"sampled_logp": -batch["mask"], "finished": batch["row"] >= 0, "problems": asked,
-                            "texts": ["t3" * (i * 5 % 7 // 2) for i in number]}
+                            "texts": ["t3" * ((i * 5 + more * (i >= 16)) % 7 // 2) for i in number]}
         monkeypatch.setattr(common, "generate", generate)
         rollout = prepared(script, whiten=False).rollout
-        others = torch.tensor([[problem["question"] != "5"] for problem in rollout["problems"]])
-        adv = (rollout["adv"] * rollout["mask"])[others & (rollout["mask"] > 0)]
+        others = torch.tensor([[problem["question"] < "4"] for problem in rollout["problems"]])
+        adv = (rollout.get("adv", 0) * rollout["mask"])[others & (rollout["mask"] > 0)]
         found.append(adv if script.__name__ in OURS else (adv - adv.mean()) / (adv.std() + 1e-9))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=(
-        "an advantage depends on the length of another group: wrong, unless the objective says so"))
+        "an advantage depends on another group: wrong, unless the objective says so"))
 
 # --- policy_loss
-
 def test_the_token_that_ends_a_completion_is_trained(script):
     """Otherwise stopping is never learned: the EOS has a gradient, like the other tokens of its row."""
     trainer = prepared(script, max_new_tokens=20)
     trainer.args.beta = 0.0  # the KL alone would push every token
-    rollout, ends = trainer.rollout, []
-    _, gradient, _ = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)
-    for i, start in enumerate(rollout["prompt_length"].tolist()):
-        n, finished = int(rollout["completion_length"][i]), bool(rollout["finished"][i])
-        stops = (rollout["ids"][i, start:start + n] == 1).tolist()
-        pushed = (gradient[i] != 0).tolist()
-        assert stops[-1] == finished and not any(pushed[n:])
-        if script.__name__ in OURS:  # a copy may have several turns in a row, or leave out tokens
-            assert not any(stops[:-1]) and pushed[:n] == [pushed[0]] * n
-        ends += [pushed[n - 1]] * finished
-    assert sum(ends) >= (3 if script.__name__ in OURS else 1), (
+    rollout, ours = trainer.rollout, script.__name__ in OURS
+    pushed = loss_of(script, rollout | {"logp": rollout["old_logp"]}, trainer.args)[1] != 0
+    rows, last = torch.arange(len(pushed)), rollout["completion_length"] - 1
+    stops = rollout["ids"][rows, rollout["prompt_length"] + last] == 1
+    inside = torch.arange(pushed.shape[1]) <= last[:, None]
+    assert stops.equal(rollout["finished"]) and not (pushed & ~inside).any()
+    assert not ours or pushed.equal(inside & pushed[:, :1])  # a copy may leave out tokens
+    assert pushed[rows, last][stops].sum() >= (3 if ours else 1), (
         "stopping is not learned: ignore this only if the objective leaves these tokens out on purpose")
 
 @pytest.mark.parametrize("name, options", VARIANTS)
@@ -256,88 +241,75 @@ def test_log_ratios_of_two_hundred_stay_finite(name, options):
                  "completion_length": torch.tensor([2, 1])}
         loss, gradient, stats = loss_of(script, rows, settings(script, **known(script, **options)))
         assert loss.dtype == torch.float32 and loss.isfinite() and gradient.isfinite().all()
-        numbers = [x for value in stats.values() for x in (value if isinstance(value, tuple) else [value])]
-        assert torch.tensor(numbers).isfinite().all()
+        assert torch.tensor(list(stats.values())).isfinite().all()
 
 # --- whole runs
-
-RUN = f"{TINY} --system_prompt '' --prompts 3 --group_size 4 --minibatches 2 --save_every 3 --eval_every 9"
-
 @pytest.fixture
-def rewards(script, here, spread, monkeypatch):
-    """Whole runs get rewards from 0 to 1, or 0 and 1, by a hash of the text. In a third of the groups, all
-    are 1."""
+def run(script, here, spread, monkeypatch):
+    """A function: flags and a folder -> metrics of a run of main. Rewards, 0 or 1, follow from a hash of the
+    text, but in a third of the groups, all are 1. pi_ref, if there is one, moves to pi in step 3."""
     def reward(problems, texts):
-        given = [float(r > 0.5) if right_or_wrong(script) else r for r in by_text(problems, texts)]
-        return [r if len(problem["question"]) % 3 else 1.0 for problem, r in zip(problems, given, strict=True)]
+        pairs = zip(problems, by_text(problems, texts))
+        return [float(r > 0.5 or len(problem["question"]) % 3 == 0) for problem, r in pairs]
     by_text = common.answer_reward
     monkeypatch.setattr(common, "answer_reward", reward)
+    flags = f"{TINY} --system_prompt '' --prompts 3 --group_size 4 --minibatches 2 --epochs 1 --save_every 3"
+    flags += "".join(f" --{name} {value}" for name, value in known(script, beta=0.1, ref_every=2).items())
+    return lambda more, out="run": train(script, f"{flags} --eval_every 9 {more}", out)
 
-def test_main_trains_evaluates_and_saves_one_policy(script, rewards, monkeypatch):
-    """Each of four steps has its own problems and random numbers. Evaluations ask no training problem. pi moves
-    away from pi_ref, and --ref_every moves pi_ref to pi."""
-    calls = [spy(monkeypatch, common, name) for name in ("load_problems", "evaluate", "save_checkpoint")]
-    (loaded, evaluated, saved), collected = calls, spy(monkeypatch, script, "collect")
-    moving = known(script, beta=0.1, ref_every=2)
-    flags = "".join(f" --{name} {value}" for name, value in moving.items())
-    rows = train(script, f"{RUN} --steps 4 {flags}")
+def test_main_trains_evaluates_and_saves_one_policy(script, run, monkeypatch):
+    """Each step has its own problems and random numbers. Evaluations ask no training problem."""
+    loaded, evaluated, saved = (
+        spy(monkeypatch, common, name) for name in ("load_problems", "evaluate", "save_checkpoint"))
+    collected = spy(monkeypatch, script, "collect")
+    rows = run("--steps 4")
     assert len({one.seed for one in collected}) == 4, "two steps have the same seed: see torch.manual_seed"
     taken = [problem["question"] for one in collected for problem in one.problems]
     assert len(taken) == len(set(taken)), "a step has problems of an earlier step"
     trained = {problem["question"] for problem in loaded[0].result[0]}
     asked = {problem["question"] for one in evaluated for problem in one.problems}
     assert asked and not asked & trained, "an evaluation asks training problems"
-    assert all(one.policy is collected[0].policy for one in collected + evaluated + saved), (
-        "another model than the policy samples, is evaluated, or is saved")
+    policies = {id(one.policy) for one in collected + evaluated + saved}
+    assert len(policies) == 1, "a model other than the policy samples, is evaluated, or is saved in step-N"
     assert max(row.get("kl", 1) for row in rows[2:]) > 0, "pi_ref moves along with pi, or nothing is trained"
-    if "ref_every" in moving:
+    if known(script, ref_every=2):
         first, last = load_file("run/step-0/model.safetensors"), torch.load("run/state.pt")["reference"]
-        assert any(not torch.equal(x, last[name]) for name, x in first.items()), "pi_ref is never moved"
+        assert any(not torch.equal(first[name], last[name]) for name in first), "--ref_every moves no pi_ref"
 
-def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(script, rewards):
-    """Four steps of main in one go, or three, a resume, and one more, where --ref_every has made a reference
-    in step 3. What a copy saves beside models and optimizers is used: with that of step 0, step 4 differs."""
-    flags = "".join(f" --{name} {value}" for name, value in known(script, beta=0.1, ref_every=2).items())
-    whole = train(script, f"{RUN} --steps 4 {flags}", "whole")
-    train(script, f"{RUN} --steps 3 {flags}", "part")
-    train(script, f"{RUN} --steps 0 {flags}", "start")
-    state, start = torch.load("part/state.pt"), torch.load("start/state.pt")
-    for name in state.keys() - {"step", "metrics", "policy", "reference", "critic", "optimizer", "critic_optimizer"}:
+def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(script, run):
+    """Four steps of main in one go, or three, a resume, and one more. What a copy saves beside models and
+    optimizers makes a difference: with its state before step 1, step 4 is another."""
+    whole, _, _ = run("--steps 4", "whole"), run("--steps 3", "part"), run("--steps 0", "start")
+    state, start = (torch.load(f"{out}/state.pt") for out in ("part", "start"))
+    models = {"policy", "optimizer", "critic", "critic_optimizer", "reference"}
+    for name in state.keys() - models - {"step", "metrics"} - idle(script):
         shutil.copytree("part", name)
         torch.save(state | {name: start[name]}, f"{name}/state.pt")
         other = train(script, "--resume --steps 4", name)
-        assert other[-1]["grad_norm"] != whole[-1]["grad_norm"], f"{name} is saved, but not used"
+        assert other[-1]["grad_norm"] != whole[-1]["grad_norm"], f"{name} is saved, but never used"
     torch.manual_seed(99)  # as another process, with other random numbers
     part = train(script, "--resume --steps 4", "part")
-    one, other = ([{name: x for name, x in row.items() if name != "seconds" and name[:5] != "eval_"}
-                   for row in rows] for rows in (part, whole))  # the part was also evaluated after step 3
-    assert one == other and part[-1] == whole[-1] | {"seconds": part[-1]["seconds"]}
+    assert len(part) == 5 and part[-1] == whole[-1] | {"seconds": part[-1]["seconds"]}
     one, other = (torch.load(f"{out}/state.pt") | {"metrics": ""} for out in ("whole", "part"))
     assert same(one, other), f"not equal: {[name for name in one if not same(one[name], other.get(name))]}"
 
-def test_no_flag_is_ignored(script, rewards, monkeypatch):
-    """Each flag of a script's own, doubled or switched, changes a gradient of three steps. Texts, such as paths,
-    stay as they are. TEST_IDLE in a copy names flags that can't show in so short a run."""
-    usual = known(script, beta=0.1, eps_low=0.0, eps_high=0.0, eps_value=0.0, value_lr=0.1)
+def test_no_flag_is_ignored(script, run, monkeypatch):
+    """Each of a script's own, doubled or switched, changes a gradient. Texts, such as paths, aren't tried."""
+    usual = known(script, eps_low=0.0, eps_high=0.0, eps_value=0.0, value_lr=0.1, ref_every=1)
     usual |= getattr(script, "TEST_FLAGS", {})
     parsed = spy(monkeypatch, common, "parse")
 
-    def norms(out, **changes):
+    def norms(**changes):
         monkeypatch.setattr(script, "TEST_FLAGS", usual | changes, raising=False)
-        rows = train(script, f"{RUN} --epochs 1 --steps 3", out)
+        rows = run("--steps 3", "-".join(["with", *changes]))
         return [row.get(name) for row in rows for name in ("grad_norm", "value_grad_norm")]
-    before, shared = norms("before"), {flag.dest for flag in common.make_parser("", "")._actions}
+    before, shared = norms(), {flag.dest for flag in common.make_parser("", "")._actions}
     for flag in parsed[0].parser._actions:
-        if flag.dest in {*shared, *getattr(script, "TEST_IDLE", []), "token_level"}:
-            continue
-        value = getattr(parsed[0].result, flag.dest)
-        if flag.choices or flag.nargs == 0:
-            other = next(x for x in flag.choices or (True, False) if x != value)
-        elif flag.type:
-            other = 2 * value if value else 1
-        else:
-            continue
-        assert norms(flag.dest, **{flag.dest: other}) != before, f"--{flag.dest} is ignored: it changes nothing"
+        name, value = flag.dest, getattr(parsed[0].result, flag.dest, None)
+        others = [True, False] if flag.nargs == 0 else flag.choices or flag.type and [2 * (value or 1)]
+        if others and name not in shared | idle(script):
+            other = next(x for x in others if x != value)
+            assert norms(**{name: other}) != before, f"--{name} is ignored (or see TEST_IDLE)"
 
 def test_a_policy_learns(script):
     """t3 gets the highest reward, and becomes the most common token."""
@@ -349,5 +321,5 @@ def test_a_policy_learns(script):
         trainer.update()
         rewards.append(trainer.stats["reward"])
     before, after = sum(rewards[:3]), sum(rewards[-3:])
-    assert after > (3 if script.__name__ in OURS else 1.5) * before, (
-        "the reward hardly rises: ignore this only if the objective is something other than the reward")
+    assert after > (3 if script.__name__ in OURS else 1.5) * before or "reward" in idle(script), (
+        "the reward hardly rises: if the objective is something else, put 'reward' into TEST_IDLE")

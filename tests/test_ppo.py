@@ -1,6 +1,7 @@
-"""PPO's critic. For its equations, see test_equations.py."""
+"""PPO's critic, and its collect. For its equations, see test_equations.py."""
 import copy
 
+import pytest
 import torch
 from conftest import Trainer, random_batch, same, settings, tiny_model
 
@@ -46,10 +47,31 @@ def test_values_in_bfloat16_are_not_rounded():
     values = ppo.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
 
+@pytest.mark.parametrize("whiten", [False, True])
+def test_what_collect_computes_one_number_at_a_time(whiten):
+    """Rewards (4), A and R (1), and G, the rewards to come, by which V is judged. R has the plain A."""
+    beta, gamma, lam = 0.3, 0.9, 0.7
+    trainer = Trainer(ppo, beta=beta, gamma=gamma, lam=lam, whiten=whiten)
+    rollout, tokens = trainer.rollout, trainer.rollout["mask"] > 0
+    A, R, V, G = torch.zeros(4, *tokens.shape)
+    for i, n in enumerate(rollout["completion_length"].tolist()):
+        next_A = next_V = next_G = 0.0
+        for t in reversed(range(n)):
+            old, ref, V[i, t] = (rollout[name][i, t] for name in ("old_logp", "ref_logp", "old_values"))
+            r = (rollout["rewards"][i] if t == n - 1 else 0.0) - beta * (old - ref)
+            A[i, t] = next_A = r + gamma * next_V - V[i, t] + gamma * lam * next_A
+            G[i, t] = next_G = r + gamma * next_G
+            next_V, R[i, t] = V[i, t], A[i, t] + V[i, t]
+    if whiten:
+        A = (A - A[tokens].mean()) / A[tokens].std(correction=0) * rollout["mask"]
+    torch.testing.assert_close((rollout["adv"], rollout["returns"]), (A, R), rtol=1e-4, atol=1e-5)
+    explained = 1 - (G - V)[tokens].var() / G[tokens].var()
+    assert trainer.stats["explained_variance"] == pytest.approx(explained.item(), rel=1e-4)
+
 def test_policy_and_critic_are_trained_apart():
     """With one optimizer, or one clipped norm for both, the loss of one would move or starve the other."""
     def weights_after(**scales):
-        trainer = Trainer(ppo, minibatches=2)
+        trainer = Trainer(ppo, minibatches=2, max_grad_norm=1.0)
         trainer.rollout |= {name: scale * trainer.rollout[name] for name, scale in scales.items()}
         trainer.use_adam(lr=0.01)
         trainer.update()

@@ -34,11 +34,8 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path):
         patched_copy(name, tmp_path)
     ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not learns"]
-    found = subprocess.run(command, cwd=tmp_path, env=os.environ | ascii, stdout=subprocess.PIPE,
-                           encoding="utf-8")
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | ascii, stdout=-1, encoding="utf-8")
     assert found.returncode == 0, found.stdout
-
-# ---- The page and its examples
 
 def example(name):
     """The function of this name, from an example on the page."""
@@ -67,14 +64,12 @@ def test_the_shown_merge_of_two_rollouts(fork):
     whole, *halves = (trainer.gradients(one)[0] for one in (both, short, long))
     torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
 
-# ---- Entropy bonus
-
 def test_the_entropy_bonus_by_enumeration(fork):
     """J, its gradient, and the mean entropy, token by token, over the whole vocabulary. Groups of equal
     rewards have a gradient, too."""
     flags = {"group_size": 4, "beta": 0.0, "eps_low": 0.02, "eps_high": 0.05, "ent_coef": 0.3}
-    right_or_wrong = lambda problems, texts: [float("t3" in text) for text in texts]  # noqa: E731
-    trainer, rollout = Trainer(fork("entropy"), right_or_wrong, **flags).moved()
+    trainer, rollout = Trainer(
+        fork("entropy"), lambda problems, texts: [float("t3" in text) for text in texts], **flags).moved()
     J, entropies = 0, []
     for i, start in enumerate(rollout["prompt_length"].tolist()):
         n, A = rollout["completion_length"][i], rollout["adv"][i, 0]
@@ -88,8 +83,6 @@ def test_the_entropy_bonus_by_enumeration(fork):
     torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
     assert stats["loss"] == pytest.approx(-J.item(), rel=1e-6) and (rollout["adv"] == 0).any()
     assert stats["full_entropy"] == pytest.approx(sum(entropies).item() / len(entropies), rel=1e-6)
-
-# ---- TPO
 
 def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
     """On ragged rows, token by token, with the KL term. In a group of 16 with one right completion, the wrong
@@ -111,8 +104,6 @@ def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
     for G, wrong in (4, -1), (16, 0):
         assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx([1] + [wrong] * (G - 1))
 
-# ---- DAPO
-
 def collected(module, monkeypatch, rewards, lengths, **flags):
     """The result of `collect` for completions of these lengths and rewards."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
@@ -130,8 +121,6 @@ def test_dapo_leaves_out_groups_that_are_all_right_and_penalizes_length(fork, mo
     rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, group_size=4, max_new_tokens=10)
     assert rollout["rewards"].tolist() == pytest.approx([1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 0.5])
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
-
-# ---- LoRA
 
 def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork):
     """For W + s B A, the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
@@ -160,8 +149,6 @@ def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     off = common.token_logprobs(policy, batch, args)
     assert torch.equal(off, common.token_logprobs(base.double(), batch, args)) and not torch.equal(off, one)
 
-# ---- GDPO
-
 @pytest.mark.parametrize("answers, forms, G, weight, expected", [
     # The paper's example: sums of 0 and 1 in one group, 0 and 2 in the other. GRPO has -.707, .707 in both.
     ([0, 0, 0, 1], [0, 1, 0, 1], 2, 1.0, [-0.5477, 0.5477, -1.0954, 1.0954]),
@@ -186,10 +173,10 @@ def test_gdpo_is_evaluated_with_the_reward_of_training(fork, monkeypatch):
     module, weight = fork("gdpo"), 0.3
     evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
     train(module, "--dataset few.json --steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
-    rollout, stats = trained[0].result
+    [(rollout, stats)] = [one.result for one in trained]
     assert len({one.reward for one in evaluated}) == 1
     total = evaluated[0].reward(rollout["problems"], rollout["texts"])
     assert rollout["rewards"].tolist() == pytest.approx(total) and len(set(total)) > 2
     texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]
-    rewards = evaluated[0].reward([{"answer": "5"}] * 4, texts)
-    assert rewards == pytest.approx([1 + weight, weight, 1, 0]) and 0 < stats["form_reward"] < 1
+    assert evaluated[0].reward([{"answer": "5"}] * 4, texts) == pytest.approx([1 + weight, weight, 1, 0])
+    assert 0 < stats["form_reward"] < 1
