@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, Trainer, full_logprobs, loss_of, random_batch, random_rows, settings, spy,
-                      tiny_model, train)
+from conftest import (ROOT, Trainer, count_t3, full_logprobs, loss_of, random_batch, random_rows, settings,
+                      spy, tiny_model, train)
 from patched import PATCHES, fork, patched_copy  # noqa: F401
 
 import common, grpo, test_every_script  # noqa: E401
@@ -40,7 +40,8 @@ def test_every_fork_passes_the_tests_of_every_script(tmp_path):
 def example(name):
     """The function of this name, from an example on the page."""
     page = (ROOT / "tests" / "forks" / "README.md").read_text(encoding="utf-8")
-    examples, names = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.S | re.M), {"torch": torch}
+    examples = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.S | re.M)
+    names = {"torch": torch, "common": common}
     exec(*(code for code in examples if f"def {name}(" in code), names)
     return names[name]
 
@@ -63,6 +64,33 @@ def test_the_shown_merge_of_two_rollouts(fork):
     assert torch.equal(both["mask"][:24, :4], short["mask"]) and (both["mask"][:24, 4:] == 0).all()
     whole, *halves = (trainer.gradients(one)[0] for one in (both, short, long))
     torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
+
+def test_the_shown_two_turns():
+    """A row is prompt, answer, message, answer. It trains both answers, whose log-probs are the model's in
+    this row. The text is the second answer, which is evaluated beside the first."""
+    trainer = Trainer(grpo, group_size=4, prompts=2)
+    policy, tokenizer, problems, args = trainer.policy, trainer.tokenizer, trainer.problems, trainer.args
+    two_turns = example("two_turns")
+    rollout = two_turns(policy, tokenizer, problems, 4, args)
+    assert rollout.keys() == trainer.rollout.keys() & rollout.keys() and "skip" in rollout
+    assert rollout["problems"] == [problem for problem in problems for _ in range(4)]
+    ends = rollout["prompt_length"] + rollout["completion_length"]
+    for i, problem in enumerate(rollout["problems"]):
+        prompt, row = problem["prompt"], rollout["ids"][i, :ends[i]].tolist()
+        ids = row[len(prompt):]
+        n = min(ids.index(1) + 1 if 1 in ids else 8, 8)  # ended by a stop token, or after 8 tokens
+        # The message is three characters that the tokenizer does not know.
+        assert row[:len(prompt)] == prompt and ids[n:n + 3] == [2, 2, 2]
+        assert rollout["mask"][i].nonzero()[:, 0].tolist() == [*range(n), *range(n + 3, len(ids))]
+        assert rollout["texts"][i] == tokenizer.decode(ids[n + 3:]).removesuffix("t1")
+        assert bool(rollout["finished"][i]) == (ids[-1] == 1)
+    expected = full_logprobs(policy, rollout, args.temperature)
+    torch.testing.assert_close(rollout["sampled_logp"].double(), expected, rtol=1e-5, atol=1e-5)
+    first = common.evaluate(policy, tokenizer, problems, count_t3, args)
+    second = two_turns(policy, tokenizer, problems, 1, args)
+    mean = sum(count_t3(second["problems"], second["texts"])) / 6
+    found = example("evaluate")(policy, tokenizer, problems, count_t3, args)
+    assert found == first | {"eval_second_reward": pytest.approx(mean)}
 
 def test_the_entropy_bonus_by_enumeration(fork):
     """J, its gradient, and the mean entropy, token by token, over the whole vocabulary. Groups of equal
