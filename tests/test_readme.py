@@ -110,7 +110,6 @@ def test_the_numbers_of_the_gpu_page():
     samplers, step = [at[f"sampling, {x}"] for x in ("graphs", "no graphs", "generate")], at["step"]
     shown = [f"| {x['ms_a_token']:.3g} | {round(x['tokens_s'], -2):,.0f} |" for x in samplers]
     shown += [f"{samplers[1]['ms_a_token'] / samplers[0]['ms_a_token']:.1f} times less time"]
-    shown += [f"{samplers[0]['floor_ms']:.2f} ms per token", f"{samplers[0]['times_floor']:.1f} times slower"]
     shown += [f"{step['seconds']:.1f} s for 256", " | ".join(f"{step[k]:.1f}" for k in [*step][2:6])]
     shown += [" | ".join(map(str, at["peaks"]["peaks_gb"].values()))]
     for run, update in zip(("grpo.py", "gspo.py"), ("checkpointing", "no checkpointing")):
