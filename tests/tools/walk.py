@@ -23,8 +23,8 @@ import common  # noqa: E402
 LEGEND = """You see {} of the step's {} completions, before the first and the last of {} optimizer steps. The
 advantage is the completion's, or for PPO the mean of its tokens'. The push of a token is N dJ/dlog pi,
 without the KL or an entropy bonus: how much J gains as its log-prob rises. ▲ and △ are strong and weak pushes
-up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage is 0. ↵ is a line break, ∎ the
-end."""
+up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage or its mask is 0. ↵ is a line
+break, ∎ the end."""
 
 def watch(script, args):
     """Run main. Returns what update was given in the last step, eight rows whose rewards differ, and the
