@@ -140,6 +140,13 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
     args = gspo.parse_args("--dtype bfloat16 --eps_low 0.007 --eps_high 0.008".split())
     assert (args.eps_low, args.eps_high) == (0.007, 0.008)
 
+def test_the_toy_alone_runs_on_one_thread(monkeypatch):
+    """So that its numbers do not depend on the core count."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    common.load_policy(settings(grpo, model=save_tiny("tiny")))
+    assert not threads and common.load_policy(settings(grpo)) and threads == [1]
+
 # ---- Every flag does what it says ----
 
 @every_main

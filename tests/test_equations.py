@@ -65,6 +65,7 @@ def test_1_explained_variance():
     R, mask = tensor([[1, 2, 9], [3, 9, 9]]), tensor([[1, 1, 0], [1, 0, 0]])
     for V, share in (([[0.5, 1.5, 9], [1.5, 0, 0]], 2 / 3), ([[7, 7, 1], [7, 1, 1]], 0)):
         near(ppo.explained_variance(R, tensor(V), mask).values(), [share])
+    assert ppo.explained_variance(R, R, tensor([[1, 0, 0], [0, 0, 0]])) == {}
     for equal in (0.7 + 1e-7 * torch.rand(3, 4), torch.ones(1, 1)):
         assert ppo.explained_variance(equal, torch.rand(equal.shape), torch.ones(equal.shape)) == {}
 

@@ -67,6 +67,7 @@ def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
     if name in OURS:  # an A per token: with one per row, GSPO-token is GSPO
+        rollout["mask"][0] = 0  # a row without a token to train on counts in N
         rollout["adv"] = rollout["adv"] * torch.linspace(1, 2, rollout["mask"].shape[1])
     [gradient], found = trainer.gradients(rollout)
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)  # it would free what is needed here

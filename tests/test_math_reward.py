@@ -35,7 +35,7 @@ ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ | 5 ~ \sin 5 | 9 ~ __import__('os') | 9 ~ 9**9**9*
 \sqrt{3}/4 ~ \sqrt\frac34 | 0.1 ~ 10% | \frac{x^2}{3} ~ x^\frac{2}{3} | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 |
 \frac{\log_2 5}{3} ~ \log_2\frac{5}{3} | x \le 1 \text{ or } x>4 ~ x \le 1 \text{ and } x>4 |
 a<1 or a>4 ~ a<1 and a>4 | B ~ A or B | 1234567 ~ 1234,567 | A ~ A. 1 B. 2 | x ~ x = 5 | \Delta ~ \delta |
-14 ~ 14 apples | x ~ X
+14 ~ 14 apples | x ~ X | 12 ~ 1{,}2 | x^{2}3 ~ x^{\mathrm{2}3}
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
 so \boxed{4} ~ 4 | \boxed{\{1\}} ~ \{1\} | \boxed{4} as 5 > 4 ~ 4 | <answer>3</answer><answer>4</answer> ~ 4 |

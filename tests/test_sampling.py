@@ -64,6 +64,7 @@ THINK = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] ==
     (GEMMA.replace("<end_of", "\n<end_of"), "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
     (MISTRAL, "[INST] [/INST]", None), (THINK, "<think> </think>", "<|im_end|>"),
     (CHATML.replace("<|im_end|>\n", "<|im_end|><sep>"), "<sep>", "<|im_end|>"),
+    ("The ANSWER.<sep>" + CHATML, "<sep>", "<|im_end|>"),
     (CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]"), "", None)])
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
