@@ -7,7 +7,7 @@ people's models need, CUDA graphs, and math answers.
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens to train on; K
 tokens in the vocabulary; H the hidden size. A minibatch has a smaller N, a micro-batch a smaller
-N, T, and C. While sampling, n of the N rows are not finished.
+N, T, and C. While sampling, n of the N rows are still in use.
 """
 import argparse
 import glob
@@ -36,8 +36,8 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model a
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
-    """Sample group_size completions for each of P problems. Returns a rollout, to which the scripts
-    add rewards (N,), old_logp, ref_logp, old_values, returns (N, T), and adv (N, T) or (N, 1)."""
+    """Sample group_size completions for each of P problems, as a rollout. The scripts add rewards
+    (N,); old_logp, ref_logp, old_values, and returns (N, T); and adv (N, 1) or (N, T)."""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # ids that end it
     # In training mode with checkpointing, some models, such as GPT-2, don't use the cache.
     model.eval()
@@ -70,11 +70,11 @@ def sample(model, prompts, group_size, stop, args):
     """Sample completions. Returns their tokens and log pi, both (N, max_new_tokens); what follows a
     stop token is noise. Prompts are padded on the left, so that all rows write to the same column
     of the cache. (transformers' generate reads each prompt group_size times.)"""
-    cache = Cache(config=model.config)
+    cache = Cache(config=model.config)  # transformers', but for the keys' dtype
 
     def read(ids, attention):
-        """Read columns, ids (n, columns), into the cache. attention is 1 on all tokens so far and 0
-        on padding. Returns the hidden states of the last column, (n, H)."""
+        """Read new columns, ids, into the cache. attention spans all columns, old and new: it is 1
+        on tokens, 0 on padding. Returns the hidden states of the last column, (n, H)."""
         positions = (attention.cumsum(1) - 1).clamp(min=0)  # the number of tokens before each
         return model.base_model(
             input_ids=ids, attention_mask=attention, position_ids=positions[:, -ids.shape[1]:],
@@ -178,7 +178,7 @@ def micro_batches(batch, tokens):
 
 def over_batches(function, model, rollout, args):
     """Apply `function`, such as token_logprobs, to a whole rollout, (N, T), in the micro-batches of
-    update, or bfloat16 would round differently, and w not start at 1. Rows to skip get 0."""
+    update. In others, bfloat16 would round differently: w would not be 1. Rows to skip get 0."""
     result = torch.zeros_like(rollout["mask"])
     for minibatch in minibatches(rollout, args.minibatches, args.group_size):
         for b in micro_batches(minibatch, args.micro_batch_tokens):
@@ -213,18 +213,18 @@ def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view(len(lengths) // args.group_size, args.group_size)  # (P, G)
-    assert groups.isfinite().all(), "a reward is not finite"
+    groups = rollout["rewards"].view(len(lengths) // args.group_size, args.group_size)  # or fails
+    assert groups.isfinite().all(), "a reward is not finite"  # (P, G)
     stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
              "entropy": -rollout["sampled_logp"].sum() / lengths.sum()}
     if args.group_size > 1:
         stats["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    trained = (rollout["mask"] > 0) & ~rollout["skip"][:, None]  # (N, T)
+    trained = (rollout["mask"] > 0) & ~rollout["skip"][:, None]  # (N, T) with an old_logp
     if trained.any():  # the mean over no tokens would be nan
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
         rms = stats["sampling_logp_difference"] = difference.square().mean().sqrt()
-        limit = 0.3 if args.dtype == "bfloat16" else 1e-3
+        limit = 0.3 if args.dtype == "bfloat16" else 1e-3  # ten times rounding, or more
         assert rms < limit, f"sampling differs from training by {rms:.2g}: see rollout_stats"
         if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
             log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
@@ -286,9 +286,9 @@ def read_dataset(source, subset=None):
     return datasets.load_dataset(source, subset)
 
 def prepare(split, tokenizer, args):
-    """Turn rows into problems: dicts of all columns and, in place of columns of these names, "chat"
-    (a list of messages, made from a question that is a string), "question" (the last message's
-    text), "prompt" (ids), and "answer". Rows with no question, no readable answer, or too long a
+    """Turn rows into problems: rows with four more keys, in place of columns of these names. "chat"
+    is a list of messages (a string is the user's), "question" the last one's text, "prompt" the ids
+    to read, "answer" the gold answer. Rows with no question, no readable answer, or too long a
     prompt are dropped."""
     problems = []
     for row in split.to_list():
@@ -354,7 +354,7 @@ def make_parser(file, doc):
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
-    add("--eval_split", default="test", help="split to evaluate on; if there is only one, a fifth")
+    add("--eval_split", default="test", help="split to evaluate on; a lone one is divided")
     add("--question_column", default="question", help="column of questions: strings or chats")
     add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
     add("--system_prompt", help="used unless a chat brings its own",
@@ -391,7 +391,7 @@ def parse(parser, argv, **toy):
         run = json.loads(Path(args.out, "args.json").read_text())
         assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"
         given = run["given"] + given
-    if parser.parse_args(given).model is None:
+    if parser.parse_args(given).model is None:  # then the toy's settings are the defaults
         toy |= json.loads(Path(TOY, "args.json").read_text())
         parser.set_defaults(model=TOY, dataset=TOY, **toy)
     args = parser.parse_args(given)
@@ -400,7 +400,7 @@ def parse(parser, argv, **toy):
     if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
-    args.given = given
+    args.given = given  # kept in args.json, for --resume
     return args
 
 # ---- Run ----
@@ -504,8 +504,8 @@ def stop_ids(model, tokenizer):
 
 def check_known(prompt, tokenizer):
     """Refuse a prompt that the model cannot read. (In GPT-2, the unknown token is also EOS.)"""
-    known = tokenizer.unk_token_id == tokenizer.eos_token_id or tokenizer.unk_token_id not in prompt
-    assert known, f"to the model, this reads {tokenizer.decode(prompt)!r}"
+    unknown = tokenizer.unk_token_id in prompt and tokenizer.unk_token_id != tokenizer.eos_token_id
+    assert not unknown, f"to the model, this reads {tokenizer.decode(prompt)!r}"
 
 class Cache(transformers.DynamicCache):
     """A KV cache that casts keys to the values' dtype: under autocast, RoPE makes them float32."""
@@ -536,6 +536,7 @@ class Recorded:
         for i, old in enumerate(self.layers):  # `read` itself adds the last column
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
             self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
+        # The padding adds 0 to positions, so the last one is still that of the new token.
         self.ids, self.attention = ids.clone(), pad(attention, (0, self.room - width))
         hidden = self.read(self.ids, self.attention)  # unrecorded: a first call may allocate memory
         self.graph = torch.cuda.CUDAGraph()
@@ -587,7 +588,7 @@ def math_reward(completion, answer):
 def extract_answer(text, longest=600):
     r"""Find the answer in a completion: what follows the last mark, which is <answer>, \boxed{ or
     ####. Returns "" if there is no mark, or if the answer is never closed or too long."""
-    mark = max("<answer>", "\\boxed{", "####", key=text.rfind)  # the last one
+    mark = max("<answer>", "\\boxed{", "####", key=text.rfind)  # the last one, if there is any
     _, found, text = text.rpartition(mark)
     text, closed, _ = text.partition("</answer>")
     if mark == "\\boxed{":
