@@ -25,8 +25,6 @@ def read(path):
     """Read runs into a table with the columns run, seed, step, and numbers."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, dtype={"run": str})
-    if path.is_dir() and not (path / "metrics.jsonl").exists():
-        return pandas.DataFrame()  # runs/* may include other directories
     run, seed = re.fullmatch(r"(.*?)(?:-s(?:eed)?(\d+))?", path.resolve().name).groups()
     return pandas.read_json(path / "metrics.jsonl", lines=True).assign(run=run, seed=int(seed or 0))
 
@@ -36,25 +34,20 @@ def curve(runs, key):
     return found[found["count"] == max(1, found["count"].max())]
 
 def join(tables):
-    """Make one table. If a run were in two of them, both would go into one line."""
-    runs = [run for table in tables for run in set(zip(table["run"], table["seed"]))]
-    if len(runs) > len(set(runs)):
+    table = pandas.concat(tables)
+    if table.duplicated(["run", "seed", "step"]).any():  # both would go into one line
         sys.exit("plot.py: two of these runs have the same name and seed; rename one")
-    return pandas.concat(tables)
+    return table
 
 def draw(panels, out):
     """Draw panels (title, quantity, table), with one line per name in the column run."""
-    import matplotlib
-    matplotlib.use("Agg")  # a file, no window
     from matplotlib import pyplot, ticker
-    pyplot.rcParams["font.size"] = size = 9 if panels[1:] else 18  # a lone panel is readable at half the size
-    figure, rows = pyplot.figure(figsize=(12, 7) if panels[1:] else (9, 6)), min(2, len(panels))
+    figure, rows = pyplot.figure(figsize=(12, 7)), min(2, len(panels))
     for n, (title, key, table) in enumerate(panels):
         axis = figure.add_subplot(rows, -(-len(panels) // rows), n + 1)
         for i, (name, runs) in enumerate(table.groupby("run", sort=False)):
             found = curve(runs, key)
-            axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
-                      markersize=size / 3, linewidth=size / 6, label=name)
+            axis.plot(found["mean"], color=f"C{i}", marker=".", label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
         if key == "clip_frac":  # one script clips a token in a thousand, another half of them
             axis.set_yscale("symlog", linthresh=0.001)
@@ -64,9 +57,8 @@ def draw(panels, out):
         axis.grid(alpha=0.3)
         if n == 0 or table is not panels[0][2]:  # the lines of one table look alike in all panels
             axis.legend()
-    label = figure.supxlabel if panels[1:] else axis.set_xlabel
-    label("step (line: mean of the runs, band: lowest to highest)", fontsize=size)
-    figure.tight_layout(pad=1.5)
+    figure.supxlabel("step (line: mean of the runs, band: lowest to highest)")
+    figure.tight_layout()
     figure.savefig(out, dpi=100)
 
 def main(argv=None):

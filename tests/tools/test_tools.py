@@ -8,7 +8,7 @@ import plot
 import pytest
 import torch
 import walk
-from conftest import ROOT, tiny_model, write_jsonl
+from conftest import ROOT, spy, tiny_model, write_jsonl
 
 import common
 import grpo
@@ -41,24 +41,23 @@ def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     assert os.listdir() == ["few.jsonl"]
 
 def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
-    """The toy with two seeds, which sample different answers. Their completions are kept."""
+    """The toy with two seeds, which sample different answers."""
     def evaluated(flags):
         evaluate.main(evaluate.parse_args(f"--device cpu --dataset few.jsonl {flags}".split()))
         return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
     monkeypatch.chdir(tmp_path)
     rows = (ROOT / "tests/toy/test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    flags = "--eval_samples 2 --compare models.jsonl --save all.jsonl --seed"
+    flags, graded = "--eval_samples 2 --compare models.jsonl --seed", spy(monkeypatch, common, "answer_reward")
     results = [evaluated(f"{flags} {seed}") for seed in (0, 1)]
     first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
-    kept = [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
-    solved = [max(one["reward"], other["reward"]) for one, other in zip(kept[::2], kept[1::2])]
+    right = graded[-1].result
+    assert len(right) == 60 and last == [(a + b) / 2 for a, b in zip(right[::2], right[1::2])]
+    solved = [max(pair) for pair in zip(right[::2], right[1::2])]
     assert results[1]["pass@2"] == evaluate.mean_and_error(solved) and sum(solved) > sum(last)
-    assert len(kept) == 60 and sum(one["reward"] for one in kept) / 2 == pytest.approx(sum(last))
-    assert [one["reward"] for one in kept] == common.answer_reward(kept, [one["completion"] for one in kept])
     assert evaluated("--eval_problems 7")["problems"] == 7
     assert evaluated("--eval_problems 1")["accuracy"][1] is None
     (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]), encoding="utf-8")
