@@ -47,11 +47,10 @@ def test_values_in_bfloat16_are_not_rounded():
     values = ppo.token_values(model, random_batch(6), settings(ppo, dtype="bfloat16")).detach()
     assert values.dtype == torch.float32 and (values.bfloat16().float() != values).float().mean() > 0.3
 
-@pytest.mark.parametrize("whiten", [False, True])
-def test_what_collect_computes_one_number_at_a_time(whiten):
+def test_what_collect_computes_one_number_at_a_time():
     """Rewards (4), A and R (1), and G, the rewards to come, by which V is judged. R has the plain A."""
     beta, gamma, lam = 0.3, 0.9, 0.7
-    trainer = Trainer(ppo, beta=beta, gamma=gamma, lam=lam, whiten=whiten)
+    trainer = Trainer(ppo, beta=beta, gamma=gamma, lam=lam)
     rollout, tokens = trainer.rollout, trainer.rollout["mask"] > 0
     A, R, V, G = torch.zeros(4, *tokens.shape)
     for i, n in enumerate(rollout["completion_length"].tolist()):
@@ -62,8 +61,7 @@ def test_what_collect_computes_one_number_at_a_time(whiten):
             A[i, t] = next_A = r + gamma * next_V - V[i, t] + gamma * lam * next_A
             G[i, t] = next_G = r + gamma * next_G
             next_V, R[i, t] = V[i, t], A[i, t] + V[i, t]
-    if whiten:
-        A = (A - A[tokens].mean()) / A[tokens].std(correction=0) * rollout["mask"]
+    A = (A - A[tokens].mean()) / A[tokens].std(correction=0) * rollout["mask"]
     torch.testing.assert_close((rollout["adv"], rollout["returns"]), (A, R), rtol=1e-4, atol=1e-5)
     explained = 1 - (G - V)[tokens].var() / G[tokens].var()
     assert trainer.stats["explained_variance"] == pytest.approx(explained.item(), rel=1e-4)
