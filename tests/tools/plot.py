@@ -49,14 +49,10 @@ def draw(panels, out):
             found = curve(runs, key)
             axis.plot(found["mean"], color=f"C{i}", marker=".", label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
-        if key == "clip_frac":  # one script clips a token in a thousand, another half of them
-            axis.set_yscale("symlog", linthresh=0.001)
-            axis.set_yticks([0, .001, .01, .1, 1], [0, .001, .01, .1, 1])
         axis.set_title(title)
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.grid(alpha=0.3)
-        if n == 0 or table is not panels[0][2]:  # the lines of one table look alike in all panels
-            axis.legend()
+        axis.legend()
     figure.supxlabel("step (line: mean of the runs, band: lowest to highest)")
     figure.tight_layout()
     figure.savefig(out, dpi=100)
