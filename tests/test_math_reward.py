@@ -68,15 +68,6 @@ def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
     assert not any(map(extract_answer, NOTHING))
 
-def test_gold_in_any_form_readable_or_not():
-    """The third is in the form of GSM8K."""
-    for gold in (42, "#### 42", "6*7 = $<<6*7=42>>42.\n#### 42", "so \\boxed{42}", "<answer>42</answer>"):
-        assert math_reward("\\boxed{42}", gold) == math_reward(f"<answer>{gold}</answer>", gold) == 1.0
-        assert not any(math_reward(text, gold) for text in ("\\boxed{43}", "The answer is 42", "42"))
-    texts = ("", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
-    for gold in ("", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
-        assert not any(math_reward(text, gold) for text in (*texts, f"<answer>{gold}</answer>")), gold
-
 def test_noise_never_raises_and_is_wrong():
     rng = random.Random(0)
     alphabet = [*"0123456789.,-+*/^_=<>()[]{}%$!|&; \n\\axe\x00²√±π\ud83d\ue000", *"()/{}+ " * 2]
