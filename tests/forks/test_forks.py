@@ -57,8 +57,7 @@ def test_the_shown_merge_of_two_rollouts(fork):
     torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
 
 def test_the_shown_two_turns():
-    """A row is prompt, answer, message, answer. It trains both answers, whose log-probs are the model's in
-    this row. The text is the second answer, which is evaluated beside the first."""
+    """A row is prompt, answer, message, answer, and trains both answers. The text is the second one."""
     trainer = Trainer(grpo, group_size=4, prompts=2)
     policy, tokenizer, problems, args = trainer.policy, trainer.tokenizer, trainer.problems, trainer.args
     two_turns = example("two_turns")
@@ -185,7 +184,7 @@ def test_gdpo_is_evaluated_with_the_reward_of_training(fork, monkeypatch):
     """It rewards lines of work, with the answer on a last line. We take the reward from a run."""
     module, weight = fork("gdpo"), 0.3
     evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
-    train(module, "--dataset few.json --steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
+    train(module, "--steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
     [(rollout, stats)] = [one.result for one in trained]
     assert len({one.reward for one in evaluated}) == 1
     total = evaluated[0].reward(rollout["problems"], rollout["texts"])

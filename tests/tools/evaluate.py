@@ -50,8 +50,7 @@ def parse_args(argv=None):
     return args
 
 def mean_and_error(numbers):
-    """The mean of one number per problem, and its standard error: std / sqrt(number of problems). A single
-    problem has none."""
+    """The mean of one number per problem, and its standard error, which a single problem doesn't have."""
     numbers = torch.tensor(numbers, dtype=torch.float64)
     error = round((numbers.std() / len(numbers) ** 0.5).item(), 4) if len(numbers) > 1 else None
     return [round(numbers.mean().item(), 4), error]
