@@ -132,8 +132,6 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
     args = gspo.parse_args(["--model", "x", "--dataset", "x"])
     assert (args.device, args.dtype, args.eps_low) == ("cuda" if gpu else "cpu", dtype, low)
     assert args.micro_batch_tokens == (8192 if gpu else 1536) and args.cuda_graphs == bool(gpu)
-    args = gspo.parse_args("--dtype bfloat16 --eps_low 0.007 --eps_high 0.008".split())
-    assert (args.eps_low, args.eps_high) == (0.007, 0.008)
 
 # ---- Every flag does what it says ----
 
@@ -195,7 +193,6 @@ PPO_KEYS = {"value_loss", "value_grad_norm", "value_lr", "value_skipped", "value
 
 @every_main
 def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, spread, monkeypatch, capsys):
-    """In evaluations, the same question is printed each time."""
     def completions(step):
         return [json.loads(line) for line in Path(f"run/completions/step-{step}.jsonl").open()]
     calls = spy(monkeypatch, script, "collect")

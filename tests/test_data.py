@@ -204,7 +204,6 @@ def test_chats_that_hold_their_answer_are_refused_and_empty_ones_are_left_out():
 
 @pytest.mark.parametrize("start", ["system", "user"])
 def test_the_whole_chat_tells_problems_apart(start):
-    """Not its last message: many end alike."""
     rows = [{"question": [turn(start, f"Ann has {i} pens."), turn("user", "How many?")], "answer": i}
             for i in range(50)]
     train_set, held_out = load(splits_of(rows, rows[10:20]))

@@ -28,7 +28,6 @@ def test_values_are_exactly_zero_at_the_start():
     assert model.score.weight.grad.abs().max() > 0
 
 def test_v_t_is_the_value_of_the_state_before_token_t():
-    """Compared with the critic on each prefix alone."""
     (_, model), batch = new_critic(head=1.0), random_batch(6, seed=3)
     values = ppo.token_values(model.double(), batch, settings(ppo))
     alone = torch.zeros_like(values)

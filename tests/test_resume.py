@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import TINY, same, spy, train
+from conftest import TINY, same, train
 
 import grpo
 import gspo
@@ -69,14 +69,3 @@ def test_a_run_that_began_without_a_reference_cannot_get_one(spread):
     train(grpo, f"{TINY} --system_prompt '' --beta 0")
     with pytest.raises(AssertionError, match="no reference"):
         train(grpo, "--resume --steps 2 --beta 0.1")
-
-def test_a_resumed_run_has_its_own_flags_and_those_given_again_override(spread, monkeypatch):
-    """metrics.jsonl shows which steps had which learning rate. The new flags are saved in args.json, too."""
-    train(grpo, f"{TINY} --temperature 0.7 --kl wk3 --system_prompt Why")
-    calls = spy(monkeypatch, grpo, "collect")
-    rows = train(grpo, "--resume --steps 2 --lr 0.5 --no-gradient_checkpointing")
-    args = calls[0].args
-    assert (args.temperature, args.kl, args.system_prompt, args.model) == (0.7, "wk3", "Why", "model")
-    assert (args.steps, args.lr, args.gradient_checkpointing) == (2, 0.5, False)
-    assert [row["lr"] for row in rows[1:]] == [0.01, 0.5]
-    assert train(grpo, "--resume") == rows and len(calls) == 1, "the flags stay: there is nothing left to do"

@@ -17,7 +17,6 @@ def value(text):
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 def test_the_problems_are_what_make_py_makes_with_right_steps_and_answers(monkeypatch):
-    """No question is there twice."""
     monkeypatch.syspath_prepend(TOY)
     import make
     splits = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]

@@ -46,7 +46,6 @@ def test_a_half_applied_patch_is_loud(tmp_path, monkeypatch):
         test_every_script.imported("grpo")
 
 def test_the_shown_merge_of_two_rollouts(fork):
-    """The gradient of the whole is the mean of the parts' gradients."""
     trainer = Trainer(grpo, group_size=4, max_new_tokens=4)
     short, trainer.args.max_new_tokens = trainer.rollout, 9
     trainer.collect()
@@ -121,7 +120,6 @@ def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
         assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx([1] + [wrong] * (G - 1))
 
 def collected(module, monkeypatch, rewards, lengths, **flags):
-    """The result of `collect` for completions of these lengths and rewards."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
     rollout |= {"skip": mask[:, 0] < 0, "finished": mask[:, 0] > 0, "completion_length": mask.sum(1)}
@@ -164,8 +162,7 @@ def test_lora_starts_as_the_model_trains_its_adapters_and_saves_the_merged_weigh
 @pytest.mark.parametrize("answers, forms, G, weight, expected", [
     # The paper's example: sums of 0 and 1 in one group, 0 and 2 in the other. GRPO has -.707, .707 in both.
     ([0, 0, 0, 1], [0, 1, 0, 1], 2, 1.0, [-0.5477, 0.5477, -1.0954, 1.0954]),
-    # Where all answers are right, form keeps its weight, a tenth of that of answers in the other group. In
-    # GRPO of the sum it would weigh as much.
+    # Where all answers are right, form keeps its weight, a tenth of that of answers in the other group.
     ([1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], 4, 0.1,
      [1.3161, 1.3161, -1.3161, -1.3161, 0.13161, 0.13161, -0.13161, -0.13161]),
     # A reward that is the same for all gives exactly 0. Otherwise rounding noise would be trained on.
@@ -185,8 +182,7 @@ def test_gdpo_is_evaluated_with_the_reward_of_training(fork, monkeypatch):
     module, weight = fork("gdpo"), 0.3
     evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
     train(module, "--steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
-    [(rollout, stats)] = [one.result for one in trained]
-    assert len({one.reward for one in evaluated}) == 1
+    rollout, stats = trained[0].result
     total = evaluated[0].reward(rollout["problems"], rollout["texts"])
     assert rollout["rewards"].tolist() == pytest.approx(total) and len(set(total)) > 2
     texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]

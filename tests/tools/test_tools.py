@@ -39,7 +39,6 @@ def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     assert not os.listdir()
 
 def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
-    """The toy with two seeds, which sample different answers."""
     def evaluated(flags):
         evaluate.main(evaluate.parse_args(f"--device cpu --dataset few.jsonl {flags}".split()))
         return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
@@ -56,7 +55,6 @@ def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     assert len(right) == 60 and last == [(a + b) / 2 for a, b in zip(right[::2], right[1::2])]
     solved = [max(pair) for pair in zip(right[::2], right[1::2])]
     assert results[1]["pass@2"] == evaluate.mean_and_error(solved) and sum(solved) > sum(last)
-    assert evaluated("--eval_problems 7")["problems"] == 7
     assert evaluated("--eval_problems 1")["accuracy"][1] is None
     (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]), encoding="utf-8")
     with pytest.raises(AssertionError, match="other problems"):
