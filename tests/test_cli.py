@@ -51,8 +51,7 @@ def test_what_would_train_nothing_or_something_else_is_refused(script, capsys):
                 script.parse_args("--resume --out .".split())
 
 def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
-    """A good model is left in training mode, without dropout. A router's jitter stays as it is, because in
-    PhiMoE it is also the threshold of the router. Phi-3 has a second limit on positions."""
+    """A router's jitter stays: in PhiMoE it is also a threshold. Phi-3 has a second limit on positions."""
     args = settings(grpo, model=save_tiny("gpt", "gpt2", attn_pdrop=0.5), max_new_tokens=448)
     policy, _ = common.load_policy(args)
     assert args.max_prompt_tokens == 64 and policy.training and policy.config.attn_pdrop == 0

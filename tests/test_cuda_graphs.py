@@ -49,7 +49,7 @@ class Recording(TorchDispatchMode):
     ("float32", 512, [1] * 2, 300, [(4, 256), (4, 512), (1, 512)]),  # full, then rows dropped
     ("float32", 512, [300, 7], 220, [(4, 512), (4, 768)])])  # longer than what a recording adds
 def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, T, expected, monkeypatch):
-    """Graphs are recorded for the first token, for fewer rows and for a full cache: `expected` lists their rows
+    """Graphs are recorded for the first token, for fewer rows and for a full cache: `expected` has their rows
     and columns. The model runs on the prompts, and twice per recording."""
     model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
     model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1

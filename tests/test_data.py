@@ -1,7 +1,6 @@
 """Problems and rewards: file formats, splits, columns, gold answers, tokenizers, prompts, rewards."""
 import json
 import math
-import re
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +9,7 @@ import datasets
 import pytest
 import tokenizers
 import transformers
-from conftest import CHATML, PLAIN, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
+from conftest import CHATML, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
 
 import common
 import grpo
@@ -23,7 +22,6 @@ LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold th
          "plain": {"pad": None, "bos": True}}  # a base model, without a padding token or a template
 
 def load(flags=""):
-    """The training and the held-out problems of a command."""
     args = grpo.parse_args(shlex.split(f"{TINY} --device cpu --system_prompt '' {flags}"))
     return common.load_problems(args, common.load_policy(args)[1])
 
@@ -55,7 +53,6 @@ def test_a_directory_or_a_dataset_of_the_hub_gives_its_splits(monkeypatch):
     assert common.read_dataset("openai/gsm8k", "main") == ("openai/gsm8k", "main")
 
 def test_a_fifth_of_a_lone_file_is_held_out_whatever_the_seed():
-    """Equal questions stay on one side."""
     write_jsonl("a.jsonl", sums(200))
     a, b = ([questions(part) for part in load(f"--dataset a.jsonl --eval_problems 1000 --seed {seed}")]
             for seed in "07")
@@ -148,8 +145,7 @@ def test_gold_answers_that_json_does_not_keep_are_refused(gold):
     assert golds([gold.strip('"')]) == [gold.strip('"')]
 
 def test_gold_answers_that_no_completion_could_match_are_dropped():
-    """"\\frac" written with one backslash in JSON is a form feed and "rac". Blanks and line ends at the end of
-    an answer are not part of it, and an invisible character is no reason to drop one."""
+    """JSON reads "\\frac", with one backslash, as a form feed and "rac". Blanks at the end are dropped alone."""
     assert golds(["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
     kept = ["2\t", "2\r", "2\xa0", " 2\n", "We add.\r\n#### 2\r\nDone.", "\u200b2", "2\u2060"]
     rows = [{"question": "?", "answer": answer} for answer in kept]
@@ -171,7 +167,7 @@ def test_a_model_reads_what_its_tokenizer_json_says(declared):
     tokenizer.save_pretrained("saved")
     for each in (tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained("saved")):
         assert each("12 and 3")["input_ids"] == made("12 and 3")["input_ids"]
-        assert each.chat_template == PLAIN and each.eos_token == "<eos>"
+        assert each.chat_template == common.PLAIN_TEMPLATE and each.eos_token == "<eos>"
 
 # ---- Prompts ----
 

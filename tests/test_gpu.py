@@ -17,7 +17,6 @@ ON_IT = f"{TINY} --device cuda --dtype bfloat16 --max_new_tokens 40 --prompts 6 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mistral"])
 def test_a_cuda_graph_writes_the_same_tokens(family, dtype, close, tmp_path, monkeypatch):
     """In greedy decoding. Qwen2 drops rows on the way. GPT-2 fills the cache, and widens it."""
-    torch.backends.cuda.matmul.fp32_precision = "ieee"  # load_policy of a test before may have changed it
     args = settings(grpo, model=save_tiny(tmp_path, family), device="cuda", dtype=dtype, max_new_tokens=250,
                     temperature=1e-5)
     model, tokenizer = common.load_policy(args)

@@ -17,7 +17,7 @@ T = 0.6
     ("qwen2", {}), ("gpt2", {}), ("phi", {}),  # which has a bias
     ("gemma2", {"head_dim": 4, "final_logit_softcapping": 2.0})])
 def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temperature, chunk):
-    """On ragged rows with holes, and with EOS and padding ids in their prompts, in one chunk or in several."""
+    """On ragged rows with holes, and with EOS and padding ids in prompts, in one chunk or in several."""
     model = tiny_model(kind, dtype=torch.float64, **{"pad_token_id": 0} | head)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # a bias starts at zero

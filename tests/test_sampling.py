@@ -62,7 +62,7 @@ MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[I
     (CHATML.replace("<|im_start|>", "[").replace("<|im_end|>", "]"), "", None)])
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_stops_in_the_templates_of_many_models(chat, added, end, special):
-    """The first added token after the answer, special or not, but no newline, which Gemma's tokenizer adds."""
+    """The first added token after the answer, special or not, but no newline, which Gemma adds."""
     tokenizer, kind = char_tokenizer(chat), tokenizers.AddedToken
     tokenizer.backend_tokenizer.add_tokens(
         [kind("\n", normalized=False)] + [kind(x, special=special) for x in added.split()])

@@ -17,7 +17,7 @@ import common, grpo, test_every_script  # noqa: E401
 pytestmark = pytest.mark.slow
 
 def test_every_fork_passes_the_tests_of_every_script(tmp_path):
-    """As copies next to common.py, in a process that takes a file for ASCII unless the code says otherwise."""
+    """As copies next to common.py, in a process that takes files for ASCII unless the code says otherwise."""
     (tmp_path / "tests" / "toy").mkdir(parents=True)
     for file in ("common.py", "tests/conftest.py", "tests/test_every_script.py", "tests/toy/args.json"):
         shutil.copy(ROOT / file, tmp_path / file)
@@ -136,7 +136,6 @@ def test_dapo_leaves_out_groups_that_are_all_right_and_penalizes_length(fork, mo
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
 
 def test_lora_starts_as_the_model_trains_its_adapters_and_saves_the_merged_weight(fork):
-    """Which is W + s B A."""
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
     for args.dtype in ("bfloat16", "float32"):

@@ -34,7 +34,6 @@ def curve(runs, key):
     return found[found["count"] == max(1, found["count"].max())]
 
 def draw(table, shown, out):
-    """Draw a panel per quantity, with one line per name in the column run."""
     from matplotlib import pyplot, ticker
     figure, rows = pyplot.figure(figsize=(12, 7)), min(2, len(shown))
     for n, (key, title) in enumerate(shown.items()):

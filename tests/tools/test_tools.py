@@ -45,16 +45,17 @@ def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = (ROOT / "tests/toy/test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    flags, graded = "--eval_samples 2 --compare models.jsonl --seed", spy(monkeypatch, common, "answer_reward")
+    flags = "--eval_samples 2 --compare models.jsonl --seed"
+    graded = spy(monkeypatch, common, "answer_reward")
     results = [evaluated(f"{flags} {seed}") for seed in (0, 1)]
     first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
-    right = graded[-1].result
-    assert len(right) == 60 and last == [(a + b) / 2 for a, b in zip(right[::2], right[1::2])]
-    solved = [max(pair) for pair in zip(right[::2], right[1::2])]
+    pairs = list(zip(graded[-1].result[::2], graded[-1].result[1::2], strict=True))
+    solved, means = [max(pair) for pair in pairs], [sum(pair) / 2 for pair in pairs]
     assert results[1]["pass@2"] == evaluate.mean_and_error(solved) and sum(solved) > sum(last)
+    assert last == means and len(pairs) == 30
     assert evaluated("--eval_problems 1")["accuracy"][1] is None
     (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]), encoding="utf-8")
     with pytest.raises(AssertionError, match="other problems"):
