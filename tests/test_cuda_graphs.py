@@ -9,13 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import common
 import grpo
 
-def generate(model, prompts, group_size, T, vocab_size=64, **flags):
-    """A rollout with graphs."""
-    args = settings(grpo, max_new_tokens=T, **flags)
-    args.cuda_graphs = True
-    problems = [{"prompt": prompt} for prompt in prompts]
-    return common.generate(model, tiny_tokenizer(vocab_size), problems, group_size, args)
-
 class Graph(list):
     """Stands in for torch.cuda.CUDAGraph: a replay runs the recorded operations on the very same tensors."""
     def replay(self):
@@ -56,9 +49,8 @@ class Recording(TorchDispatchMode):
     ("float32", 512, [1] * 2, 300, [(4, 256), (4, 512), (1, 512)]),  # full, then rows dropped
     ("float32", 512, [300, 7], 220, [(4, 512), (4, 768)])])  # longer than what a recording adds
 def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, T, expected, monkeypatch):
-    """The log-probs are those of the training pass. Graphs are recorded for the first token, for fewer rows
-    and for a full cache: `expected` lists their rows and columns. The model runs on the prompts, and twice
-    per recording. Keys have the dtype of the values; otherwise they would take twice the memory."""
+    """Graphs are recorded for the first token, for fewer rows and for a full cache: `expected` has their rows
+    and columns. The model runs on the prompts, and twice per recording."""
     model = tiny_model("qwen2", vocab_size, seed=2, num_hidden_layers=1)
     model.generation_config.eos_token_id = [1, 7, 30] if vocab_size == 64 else 1
     calls = spy(monkeypatch, model.base_model, "forward")
@@ -66,21 +58,12 @@ def test_replayed_graphs_write_what_single_calls_do(dtype, vocab_size, lengths, 
     monkeypatch.setattr(torch.cuda, "graph", Recording)
     torch.manual_seed(5)
     prompts = [[0 if j == 1 else 3 + (i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
-    rollout = generate(model, prompts, 2, T, vocab_size, dtype=dtype, temperature=0.8)
+    args = settings(grpo, max_new_tokens=T, dtype=dtype, temperature=0.8, cuda_graphs=True)
+    problems = [{"prompt": prompt} for prompt in prompts]
+    rollout = common.generate(model, tiny_tokenizer(vocab_size), problems, 2, args)
     recorded = [tuple(call.attention_mask.shape) for call in calls[1::2]]
     assert recorded == expected or not expected and 2 < len(recorded) < 12 and len(calls) % 2 == 1
     assert calls[0].cache.layers[0].keys.dtype == getattr(torch, dtype)
-    own = common.token_logprobs(model, rollout, settings(grpo, dtype=dtype, temperature=0.8))
+    own = common.token_logprobs(model, rollout, args)
     gap = (rollout["sampled_logp"] - own).abs().sum() / rollout["mask"].sum()
     assert gap < (1e-5 if dtype == "float32" else 5e-3)
-
-@pytest.mark.parametrize("family, config", [("qwen2", {}), ("mistral", {"sliding_window": 4})])
-def test_graphs_are_for_layers_that_see_all_tokens(family, config, monkeypatch):
-    """A sliding window counts its tokens in Python, which a replay does not run."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Recording)
-    recordings = spy(monkeypatch, torch.cuda, "CUDAGraph")
-    model = tiny_model(family, **config)
-    model.generation_config.eos_token_id = 1
-    generate(model, [[5, 6, 7], [9]], 1, 9)
-    assert bool(recordings) == (not config)

@@ -1,7 +1,6 @@
 """Problems and rewards: file formats, splits, columns, gold answers, tokenizers, prompts, rewards."""
 import json
 import math
-import re
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +9,7 @@ import datasets
 import pytest
 import tokenizers
 import transformers
-from conftest import CHATML, PLAIN, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
+from conftest import CHATML, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
 
 import common
 import grpo
@@ -23,7 +22,6 @@ LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold th
          "plain": {"pad": None, "bos": True}}  # a base model, without a padding token or a template
 
 def load(flags=""):
-    """The training and the held-out problems of a command."""
     args = grpo.parse_args(shlex.split(f"{TINY} --device cpu --system_prompt '' {flags}"))
     return common.load_problems(args, common.load_policy(args)[1])
 
@@ -55,7 +53,6 @@ def test_a_directory_or_a_dataset_of_the_hub_gives_its_splits(monkeypatch):
     assert common.read_dataset("openai/gsm8k", "main") == ("openai/gsm8k", "main")
 
 def test_a_fifth_of_a_lone_file_is_held_out_whatever_the_seed():
-    """Equal questions stay on one side."""
     write_jsonl("a.jsonl", sums(200))
     a, b = ([questions(part) for part in load(f"--dataset a.jsonl --eval_problems 1000 --seed {seed}")]
             for seed in "07")
@@ -82,8 +79,7 @@ def test_problems_keep_all_columns_which_may_have_other_names():
     assert train_set[2]["level"] == 3
 
 def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
-    """Of 18 rows, 11 have a question, an answer and a prompt of at most 60 tokens. The questions of 3 of these
-    are held out as well: training must not see them, even if only one problem is asked."""
+    """11 of 18 rows can be used. 3 of these are held out as well, even if only one problem is asked."""
     rows = sums(10) + [{"question": "x" * n, "answer": "1"} for n in (58, 59, 80)]  # and <bos>, newline
     rows += [{"question": "?", "answer": ""}, {"question": "??", "answer": "####"}]
     rows += [{"answer": "1"}, {"question": "", "answer": "1"}, {"question": "", "answer": "2"}]
@@ -149,8 +145,7 @@ def test_gold_answers_that_json_does_not_keep_are_refused(gold):
     assert golds([gold.strip('"')]) == [gold.strip('"')]
 
 def test_gold_answers_that_no_completion_could_match_are_dropped():
-    """"\\frac" written with one backslash in JSON is a form feed and "rac". Blanks and line ends at the end of
-    an answer are not part of it, and an invisible character is no reason to drop one."""
+    """JSON reads "\\frac", with one backslash, as a form feed and "rac". Blanks at the end are dropped alone."""
     assert golds(["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
     kept = ["2\t", "2\r", "2\xa0", " 2\n", "We add.\r\n#### 2\r\nDone.", "\u200b2", "2\u2060"]
     rows = [{"question": "?", "answer": answer} for answer in kept]
@@ -162,33 +157,24 @@ def test_gold_answers_that_no_completion_could_match_are_dropped():
 
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "LlamaTokenizerFast", None])
 def test_a_model_reads_what_its_tokenizer_json_says(declared):
-    """So does the saved one. Here numbers are split into chunks of up to three digits; AutoTokenizer would
-    give a qwen2 its own pre-tokenizer, which splits them into single digits. A model without a chat template
-    gets a plain one."""
-    words = ["<pad>", "<eos>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "12", "123"]
-    ids, parts = {word: i for i, word in enumerate(words)}, tokenizers.pre_tokenizers
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[("1", "2"), ("12", "3")]))
-    made.pre_tokenizer = parts.Sequence([parts.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated"),
-                                         parts.ByteLevel(add_prefix_space=False, use_regex=False)])
-    made.decoder = tokenizers.decoders.ByteLevel()
-    save_tiny("own", "qwen2", transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<eos>", pad_token="<pad>"), vocab_size=300)
+    """So does the saved one. AutoTokenizer would give a qwen2 its own pre-tokenizer and decoder."""
+    made = char_tokenizer()
+    made.chat_template = None  # it gets a plain one
+    save_tiny("own", "qwen2", made)
     file = Path("own/tokenizer_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": declared}))
     _, tokenizer = common.load_policy(settings(grpo, model="own"))
     tokenizer.save_pretrained("saved")
-    text = "12 and 123 and 1234"
     for each in (tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained("saved")):
-        assert each(text)["input_ids"] == made.encode(text).ids
-        assert each.chat_template == PLAIN and each.eos_token == "<eos>"
+        assert each("12 and 3")["input_ids"] == made("12 and 3")["input_ids"]
+        assert each.chat_template == common.PLAIN_TEMPLATE and each.eos_token == "<eos>"
 
 # ---- Prompts ----
 
 @pytest.mark.parametrize("system", ["", "Brief."])
 @pytest.mark.parametrize("look", LOOKS)
 def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, system):
-    """With the system prompt first, a turn to answer in, and one BOS; without a template, plain text. A chat
-    can bring a system prompt of its own."""
+    """With one BOS; without a template, plain text. A chat can bring a system prompt of its own."""
     tokenizer = char_tokenizer(**LOOKS[look])
     brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
@@ -214,7 +200,6 @@ def test_chats_that_hold_their_answer_are_refused_and_empty_ones_are_left_out():
 
 @pytest.mark.parametrize("start", ["system", "user"])
 def test_the_whole_chat_tells_problems_apart(start):
-    """Not its last message: many end alike."""
     rows = [{"question": [turn(start, f"Ann has {i} pens."), turn("user", "How many?")], "answer": i}
             for i in range(50)]
     train_set, held_out = load(splits_of(rows, rows[10:20]))
@@ -223,8 +208,7 @@ def test_the_whole_chat_tells_problems_apart(start):
     assert sum(map(len, load("--dataset lone.jsonl --eval_problems 50"))) == 50
 
 def test_no_prompt_ends_with_an_eos_or_is_empty():
-    """Some tokenizers append the EOS, after which a base model has nothing to say. An empty prompt has no
-    state to sample from."""
+    """After an EOS, which some tokenizers append, a base model has nothing to say."""
     ending = char_tokenizer()
     ending.bos_token = None
     ending.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

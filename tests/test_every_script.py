@@ -61,8 +61,7 @@ def script(request):
 # --- update: from a rollout to gradients
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_the_gradient_of_an_update_from_whole_logits(name, options, monkeypatch):
-    """Row by row, without common.py: temperature, shift by one, mask, division by the number of rows. Other
-    tensors that a copy makes in update keep their own gradient."""
+    """Row by row, without common.py. Other tensors that a copy makes in update keep their own gradient."""
     script = imported(name)
     trainer, rollout = prepared(script, **options).moved()
     rollout["mask"] = holes(rollout["mask"])
@@ -100,8 +99,7 @@ def other_padding(rollout):
     return other
 
 def test_any_cut_into_micro_batches_gives_the_same_gradient(script):
-    """And the same statistics, over all rows. Padding and the order of rows don't matter. A minibatch's step
-    is that of a rollout with only its rows."""
+    """And the same statistics. A minibatch's step is that of a rollout with only its rows."""
     trainer, rollout = prepared(script).moved()
     whole, stats = trainer.gradients(rollout)
     for rows, tokens in [(other_padding(rollout), 4096), (rollout, 40), (rollout, 1)]:

@@ -17,8 +17,7 @@ T = 0.6
     ("qwen2", {}), ("gpt2", {}), ("phi", {}),  # which has a bias
     ("gemma2", {"head_dim": 4, "final_logit_softcapping": 2.0})])
 def test_equal_to_the_whole_log_softmax_in_value_and_gradient(kind, head, temperature, chunk):
-    """Ragged rows with holes, and with EOS and padding ids in their prompts, compared with each row alone. In
-    one chunk, or in several, of which the last is smaller."""
+    """On ragged rows with holes, and with EOS and padding ids in prompts, in one chunk or in several."""
     model = tiny_model(kind, dtype=torch.float64, **{"pad_token_id": 0} | head)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # a bias starts at zero
@@ -45,31 +44,26 @@ def test_logits_are_not_rounded_in_bfloat16(monkeypatch):
         exact = call.hidden.double() @ model.lm_head.weight.double().T
         assert (call.result - exact).norm() < 1e-6 * exact.norm()
 
-@pytest.mark.parametrize("family, noise", [
-    ("qwen2", "attention_dropout"), ("gpt2", "attn_pdrop resid_pdrop embd_pdrop")])
-def test_dropout_is_off_and_training_uses_no_mask(family, noise, tmp_path, monkeypatch):
-    """So old and new log-probs are equal. Fast kernels, which take no mask, can be used. With gradient
-    checkpointing, each of the two layers runs twice, also in the critic. The head's product is in tf32 unless
-    --dtype is float32."""
-    source, batch = save_tiny(tmp_path, family, **dict.fromkeys(noise.split(), 0.5)), random_batch(5)
-    sdpa, calls = torch.nn.functional.scaled_dot_product_attention, []
-    for times, dtype, product in ((1, "float32", "ieee"), (2, "bfloat16", "tf32")):
-        args = settings(grpo, model=source, gradient_checkpointing=times == 2, dtype=dtype)
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision="ieee"))
-        model, _ = common.load_policy(args)
-        assert torch.backends.cuda.matmul.fp32_precision == product
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
-        with torch.no_grad():
-            old = common.token_logprobs(model, batch, args)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                          lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
-            new = common.token_logprobs(model, batch, args)
-            (new.sum() + ppo.token_values(ppo.make_critic(model), batch, args).sum()).backward()
-        assert torch.equal(new, old) and len(calls) == times * (2 + 2)
-        assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
-        calls.clear()
+@pytest.mark.parametrize("times, dtype, product", [(1, "float32", "ieee"), (2, "bfloat16", "tf32")])
+def test_dropout_is_off_and_training_uses_no_mask(times, dtype, product, tmp_path, monkeypatch):
+    """Fast kernels take no mask. With gradient checkpointing, both layers run twice, also in the critic."""
+    source = save_tiny(tmp_path, dtype=torch.bfloat16, attention_dropout=0.5)
+    args = settings(grpo, model=source, gradient_checkpointing=times == 2, dtype=dtype)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision="ieee"))
+    model, _ = common.load_policy(args)
+    assert torch.backends.cuda.matmul.fp32_precision == product
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # on a GPU it would plan every new shape
+    assert model.dtype == torch.float32, "in bfloat16, a step of 1e-6 would be lost to rounding"
+    batch, sdpa, calls = random_batch(5), torch.nn.functional.scaled_dot_product_attention, []
+    with torch.no_grad():
+        old = common.token_logprobs(model, batch, args)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *qkv, **options: calls.append(options) or sdpa(*qkv, **options))
+    new = common.token_logprobs(model, batch, args)
+    (new.sum() + ppo.token_values(ppo.make_critic(model), batch, args).sum()).backward()
+    assert torch.equal(new, old) and len(calls) == times * (2 + 2)
+    assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
 def test_the_backward_pass_computes_each_chunk_again(monkeypatch):
     """So it need not be kept. The logits of a chunk take .27 GB, as the docstring says."""

@@ -17,7 +17,6 @@ def value(text):
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 def test_the_problems_are_what_make_py_makes_with_right_steps_and_answers(monkeypatch):
-    """No question is there twice."""
     monkeypatch.syspath_prepend(TOY)
     import make
     splits = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
@@ -45,9 +44,7 @@ def test_sft_trains_every_solution_to_its_end(flags, steps, here, monkeypatch):
 
 @pytest.mark.slow
 def test_the_readmes_first_command_learns_as_the_readme_says(tmp_path):
-    """`python grpo.py` with no flags; the others with fewer held-out problems, and ppo.py, which is slow,
-    with twelve steps. Neither a hundredth of the learning rate nor ten times the KL gets there. After
-    training, completions work step by step."""
+    """Neither a hundredth of the learning rate nor ten times the KL gets there."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     few = ["--eval_problems=640", "--eval_every=20"]
     flags = {"ppo": [*few, "--steps=12"], "grpo": [], "gspo": few}

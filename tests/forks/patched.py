@@ -23,8 +23,6 @@ def module_of(path):
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """A function: name of a patch -> the patched script as a module. few.json contains some of the toy."""
+    """A function: name of a patch -> the patched script as a module."""
     monkeypatch.chdir(tmp_path)
-    lines = (ROOT / "tests" / "toy" / "train.jsonl").read_text().splitlines(True)
-    Path("few.json").write_text("".join(lines[:1500]))
     return lambda name: module_of(patched_copy(name, tmp_path))

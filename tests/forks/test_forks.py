@@ -1,4 +1,4 @@
-"""Each patch applies, computes what its paper says (most: vectors/test_vectors.py), and learns the toy."""
+"""Each patch applies, learns, and computes what its paper says (most: vectors/test_vectors.py)."""
 import os
 import re
 import shutil
@@ -16,24 +16,15 @@ import common, grpo, test_every_script  # noqa: E401
 
 pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize("name", sorted(PATCHES))
-def test_a_fork_runs_and_learns_the_toy(name, fork):
-    """In three steps, from half of the answers right to over 70%."""
-    flags = "--steps 3 --prompts 16 --warmup_steps 0 --lr 1.5e-3 --eval_problems 1 --seed 1"
-    _, first, _, last = train(fork(name), f"--dataset few.json {flags}")
-    assert first["reward"] < 0.65 and last["reward"] > first["reward"] + 0.15
-    assert 0 < first["sampling_logp_difference"] < 3e-7
-
 def test_every_fork_passes_the_tests_of_every_script(tmp_path):
-    """As copies next to common.py: README promises that `pytest` tests a copy. Runs as a process that takes a
-    file for ASCII unless the code says otherwise."""
+    """As copies next to common.py, in a process that takes files for ASCII unless the code says otherwise."""
     (tmp_path / "tests" / "toy").mkdir(parents=True)
     for file in ("common.py", "tests/conftest.py", "tests/test_every_script.py", "tests/toy/args.json"):
         shutil.copy(ROOT / file, tmp_path / file)
     for name in sorted(PATCHES):
         patched_copy(name, tmp_path)
     ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not learns"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     found = subprocess.run(command, cwd=tmp_path, env=os.environ | ascii, stdout=-1, encoding="utf-8")
     assert found.returncode == 0, found.stdout
 
@@ -55,7 +46,6 @@ def test_a_half_applied_patch_is_loud(tmp_path, monkeypatch):
         test_every_script.imported("grpo")
 
 def test_the_shown_merge_of_two_rollouts(fork):
-    """The gradient of the whole is the mean of the parts' gradients."""
     trainer = Trainer(grpo, group_size=4, max_new_tokens=4)
     short, trainer.args.max_new_tokens = trainer.rollout, 9
     trainer.collect()
@@ -66,8 +56,7 @@ def test_the_shown_merge_of_two_rollouts(fork):
     torch.testing.assert_close(whole, sum(halves) / 2, rtol=1e-4, atol=1e-6)
 
 def test_the_shown_two_turns():
-    """A row is prompt, answer, message, answer. It trains both answers, whose log-probs are the model's in
-    this row. The text is the second answer, which is evaluated beside the first."""
+    """A row is prompt, answer, message, answer, and trains both answers. The text is the second one."""
     trainer = Trainer(grpo, group_size=4, prompts=2)
     policy, tokenizer, problems, args = trainer.policy, trainer.tokenizer, trainer.problems, trainer.args
     two_turns = example("two_turns")
@@ -93,8 +82,7 @@ def test_the_shown_two_turns():
     assert found == first | {"eval_second_reward": pytest.approx(mean)}
 
 def test_the_entropy_bonus_by_enumeration(fork):
-    """J, its gradient, and the mean entropy, token by token, over the whole vocabulary. Groups of equal
-    rewards have a gradient, too."""
+    """J, its gradient, and the mean entropy, over the whole vocabulary, also in groups of equal rewards."""
     flags = {"group_size": 4, "beta": 0.0, "eps_low": 0.02, "eps_high": 0.05, "ent_coef": 0.3}
     trainer, rollout = Trainer(
         fork("entropy"), lambda problems, texts: [float("t3" in text) for text in texts], **flags).moved()
@@ -113,8 +101,7 @@ def test_the_entropy_bonus_by_enumeration(fork):
     assert stats["full_entropy"] == pytest.approx(sum(entropies).item() / len(entropies), rel=1e-6)
 
 def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
-    """On ragged rows, token by token, with the KL term. In a group of 16 with one right completion, the wrong
-    ones, which were to be expected, have A = 0."""
+    """With the KL. If one of 16 completions is right, the wrong ones, as was to be expected, have A = 0."""
     module, given, J = fork("tpo"), random_rows(1, spread=1.0), 0
     given["old_logp"] = -given["old_logp"].abs() - 0.1  # of p
     given["adv"] = given["adv"].sign()
@@ -133,7 +120,6 @@ def test_tpos_loss_and_gradient_are_those_of_the_proposal(fork):
         assert module.group_advantages(torch.eye(G)[0], G).tolist() == pytest.approx([1] + [wrong] * (G - 1))
 
 def collected(module, monkeypatch, rewards, lengths, **flags):
-    """The result of `collect` for completions of these lengths and rewards."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     rollout = dict.fromkeys(("ids", "mask", "sampled_logp"), mask) | {"texts": [""] * len(lengths)}
     rollout |= {"skip": mask[:, 0] < 0, "finished": mask[:, 0] > 0, "completion_length": mask.sum(1)}
@@ -143,15 +129,13 @@ def collected(module, monkeypatch, rewards, lengths, **flags):
     return module.collect(None, None, None, None, lambda *_: rewards, settings(module, **flags))
 
 def test_dapo_leaves_out_groups_that_are_all_right_and_penalizes_length(fork, monkeypatch):
-    """The paper's margin is a fifth of the maximum length: the penalty is 0 up to 8 of 10 tokens, and -1 at
-    10. In the second group, only the penalty makes the rewards differ."""
+    """The penalty is 0 up to 8 of 10 tokens, and -1 at 10. Without it, all rewards of group 2 are equal."""
     rewards, lengths = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1], [3, 5, 1, 2, 9, 3, 3, 3, 7, 8, 10, 9]
     rollout, _ = collected(fork("dapo"), monkeypatch, rewards, lengths, group_size=4, max_new_tokens=10)
     assert rollout["rewards"].tolist() == pytest.approx([1, 0, 0, 1, 0.5, 1, 1, 1, 0, 0, -1, 0.5])
     assert rollout["mixed"].tolist() == [i // 4 != 1 for i in range(12)] and (rollout["adv"][4:8] == 0).all()
 
-def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weight(fork):
-    """For W + s B A, the chain rule gives s B'G and s G A', where G is the gradient of the merged weight."""
+def test_lora_starts_as_the_model_trains_its_adapters_and_saves_the_merged_weight(fork):
     module, batch = fork("lora"), random_batch(6)
     args = settings(module, lora_rank=3)
     for args.dtype in ("bfloat16", "float32"):
@@ -166,13 +150,10 @@ def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weig
     merged = type(policy).from_pretrained("saved", dtype=torch.float64)
     one, other = (common.token_logprobs(model, batch, args) for model in (policy, merged))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    (one + other).sum().backward()
-    pairs = zip(*(model.base_model.modules() for model in (policy, merged)), strict=True)
-    for layer, plain in ((x, y) for x, y in pairs if isinstance(x, module.LoRA)):
-        G, s = plain.weight.grad, 32 / 3
-        torch.testing.assert_close(layer.A.grad, s * layer.B.T @ G, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(layer.B.grad, s * G @ layer.A.T, rtol=1e-5, atol=1e-5)
-        assert layer.weight.grad is None
+    layer, plain = (model.model.layers[1].mlp.up_proj for model in (policy, merged))
+    torch.testing.assert_close(plain.weight, layer.weight + 32 / 3 * layer.B @ layer.A, rtol=1e-5, atol=1e-5)
+    one.sum().backward()
+    assert all(p.grad.any() for p in adapters) and layer.weight.grad is None
     module.LoRA.on = False
     off = common.token_logprobs(policy, batch, args)
     assert torch.equal(off, common.token_logprobs(base.double(), batch, args)) and not torch.equal(off, one)
@@ -180,8 +161,7 @@ def test_lora_starts_as_the_model_and_its_gradients_are_those_of_the_merged_weig
 @pytest.mark.parametrize("answers, forms, G, weight, expected", [
     # The paper's example: sums of 0 and 1 in one group, 0 and 2 in the other. GRPO has -.707, .707 in both.
     ([0, 0, 0, 1], [0, 1, 0, 1], 2, 1.0, [-0.5477, 0.5477, -1.0954, 1.0954]),
-    # Where all answers are right, form keeps its weight, a tenth of that of answers in the other group. In
-    # GRPO of the sum it would weigh as much.
+    # Where all answers are right, form keeps its weight, a tenth of that of answers in the other group.
     ([1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], 4, 0.1,
      [1.3161, 1.3161, -1.3161, -1.3161, 0.13161, 0.13161, -0.13161, -0.13161]),
     # A reward that is the same for all gives exactly 0. Otherwise rounding noise would be trained on.
@@ -200,9 +180,8 @@ def test_gdpo_is_evaluated_with_the_reward_of_training(fork, monkeypatch):
     """It rewards lines of work, with the answer on a last line. We take the reward from a run."""
     module, weight = fork("gdpo"), 0.3
     evaluated, trained = spy(monkeypatch, common, "evaluate"), spy(monkeypatch, module, "collect")
-    train(module, "--dataset few.json --steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
-    [(rollout, stats)] = [one.result for one in trained]
-    assert len({one.reward for one in evaluated}) == 1
+    train(module, "--steps 1 --prompts 8 --eval_problems 4 --form_weight .3")
+    rollout, stats = trained[0].result
     total = evaluated[0].reward(rollout["problems"], rollout["texts"])
     assert rollout["rewards"].tolist() == pytest.approx(total) and len(set(total)) > 2
     texts = ["9-4=5\n#### 5\n", "7+2=9\n9-4=6\n#### 6", "#### 5", "1+1=2\n#### 2\nbye"]

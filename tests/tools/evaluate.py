@@ -5,8 +5,7 @@
 
 A checkpoint is evaluated with its run's prompt, columns, lengths, temperature and dtype, unless flags differ.
 --split is test, or the only split. --temperature 0 decodes greedily. --eval_samples N also prints pass@N, the
-fraction of problems that at least one of N completions solves. --save FILE writes every completion, one line
-of JSON each. To use a reward of your own, set it in main.
+fraction of problems that at least one of N completions solves. To use a reward of your own, set it in main.
 
 With --compare, each command appends to the file what its model got right, and prints how much better that is
 than the first entry. The difference is taken problem by problem. As what is hard for one model is usually
@@ -35,7 +34,6 @@ def parse_args(argv=None):
     add("--eval_samples", type=int, default=1, help="completions per problem")
     add("--eval_problems", type=int, help="evaluate on so many problems, sampled as in training")
     add("--temperature", type=float, default=1.0, help="0 decodes greedily")
-    add("--save", help="file to write the completions and their rewards to")
     add("--prompts", type=int, default=32, help="times --group_size: completions sampled at a time")
     add("--group_size", type=int, default=8, help="see --prompts")
     parser.set_defaults(split=None, minibatches=1)
@@ -52,8 +50,7 @@ def parse_args(argv=None):
     return args
 
 def mean_and_error(numbers):
-    """The mean of one number per problem, and its standard error: std / sqrt(number of problems). A single
-    problem has none."""
+    """The mean of one number per problem, and its standard error, which a single problem doesn't have."""
     numbers = torch.tensor(numbers, dtype=torch.float64)
     error = round((numbers.std() / len(numbers) ** 0.5).item(), 4) if len(numbers) > 1 else None
     return [round(numbers.mean().item(), 4), error]
@@ -79,11 +76,6 @@ def main(args):
         texts += rollout["texts"]
         rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
         lengths += rollout["completion_length"].tolist()
-    if args.save:
-        with open(args.save, "w", encoding="utf-8") as lines:
-            for problem, text, r in zip(repeated, texts, rewards, strict=True):
-                kept = {"question": problem["question"], "answer": problem["answer"]}
-                lines.write(json.dumps(kept | {"completion": text, "reward": r}) + "\n")
     right = common.answer_reward(repeated, texts)
     right, rewards = (torch.tensor(x).view(-1, n).double() for x in (right, rewards))  # a row per problem
     found = {"model": args.model, "questions": [problem["question"] for problem in problems],

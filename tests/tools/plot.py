@@ -6,8 +6,8 @@
 A run is a directory with a metrics.jsonl, or the rows of a .csv with columns run, seed, step, and numbers.
 Runs that differ only in the seed, which is the -seed0 or -s0 at the end of a directory's name, share a line:
 their mean at the steps that all of them logged, in a band from the lowest run to the highest. --of draws only
-one quantity, such as one that your copy of a script logs: directories share a panel, a .csv has its own. The
-last value of this quantity, or of the held-out accuracy, is also printed: its mean ± standard deviation.
+one quantity, such as one that your copy of a script logs. The last value of this quantity, or of the held-out
+accuracy, is also printed: its mean ± standard deviation.
 """
 import argparse
 import re
@@ -25,8 +25,6 @@ def read(path):
     """Read runs into a table with the columns run, seed, step, and numbers."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, dtype={"run": str})
-    if path.is_dir() and not (path / "metrics.jsonl").exists():
-        return pandas.DataFrame()  # runs/* may include other directories
     run, seed = re.fullmatch(r"(.*?)(?:-s(?:eed)?(\d+))?", path.resolve().name).groups()
     return pandas.read_json(path / "metrics.jsonl", lines=True).assign(run=run, seed=int(seed or 0))
 
@@ -35,38 +33,21 @@ def curve(runs, key):
     found = runs.groupby("step")[key].agg(["mean", "min", "max", "count"])
     return found[found["count"] == max(1, found["count"].max())]
 
-def join(tables):
-    """Make one table. If a run were in two of them, both would go into one line."""
-    runs = [run for table in tables for run in set(zip(table["run"], table["seed"]))]
-    if len(runs) > len(set(runs)):
-        sys.exit("plot.py: two of these runs have the same name and seed; rename one")
-    return pandas.concat(tables)
-
-def draw(panels, out):
-    """Draw panels (title, quantity, table), with one line per name in the column run."""
-    import matplotlib
-    matplotlib.use("Agg")  # a file, no window
+def draw(table, shown, out):
     from matplotlib import pyplot, ticker
-    pyplot.rcParams["font.size"] = size = 9 if panels[1:] else 18  # a lone panel is readable at half the size
-    figure, rows = pyplot.figure(figsize=(12, 7) if panels[1:] else (9, 6)), min(2, len(panels))
-    for n, (title, key, table) in enumerate(panels):
-        axis = figure.add_subplot(rows, -(-len(panels) // rows), n + 1)
+    figure, rows = pyplot.figure(figsize=(12, 7)), min(2, len(shown))
+    for n, (key, title) in enumerate(shown.items()):
+        axis = figure.add_subplot(rows, -(-len(shown) // rows), n + 1)
         for i, (name, runs) in enumerate(table.groupby("run", sort=False)):
             found = curve(runs, key)
-            axis.plot(found["mean"], color=f"C{i}", linestyle=["-", "--", ":"][i // 10 % 3], marker=".",
-                      markersize=size / 3, linewidth=size / 6, label=name)
+            axis.plot(found["mean"], color=f"C{i}", marker=".", label=name)
             axis.fill_between(found.index, found["min"], found["max"], color=f"C{i}", alpha=0.2, linewidth=0)
-        if key == "clip_frac":  # one script clips a token in a thousand, another half of them
-            axis.set_yscale("symlog", linthresh=0.001)
-            axis.set_yticks([0, .001, .01, .1, 1], [0, .001, .01, .1, 1])
         axis.set_title(title)
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.grid(alpha=0.3)
-        if n == 0 or table is not panels[0][2]:  # the lines of one table look alike in all panels
-            axis.legend()
-    label = figure.supxlabel if panels[1:] else axis.set_xlabel
-    label("step (line: mean of the runs, band: lowest to highest)", fontsize=size)
-    figure.tight_layout(pad=1.5)
+        axis.legend()
+    figure.supxlabel("step (line: mean of the runs, band: lowest to highest)")
+    figure.tight_layout()
     figure.savefig(out, dpi=100)
 
 def main(argv=None):
@@ -75,27 +56,20 @@ def main(argv=None):
     parser.add_argument("--out", required=True, metavar="FILE.png", help="picture to write")
     parser.add_argument("--of", metavar="QUANTITY", help=f"draw only one, such as {list(PANELS)[0]}")
     args = parser.parse_args(argv)
-    shown = {args.of: PANELS.get(args.of, args.of)} if args.of else PANELS
-    tables = {}  # tables that share panels, by the start of their titles
-    for path in args.runs:
-        table = read(path)
-        if not shown.keys() & set(table):
-            print(f"plot.py: {path} is left out: it has no {args.of or 'such numbers'}", file=sys.stderr)
-            continue
-        name = path.stem.replace("_", " ") + ": " if args.of and path.suffix == ".csv" else ""
-        tables.setdefault(name, []).append(table)
-    tables = {name: join(found) for name, found in tables.items()}
-    panels = [(name + title, key, table) for name, table in tables.items()
-              for key, title in shown.items() if key in table]
-    draw(panels, args.out)
-    for title, key, table in panels:
-        if key == (args.of or "eval_accuracy"):
-            print(f"{title} at the end, mean ± standard deviation over seeds")
-            for name, runs in table.dropna(subset=[key]).groupby("run", sort=False):
-                step = curve(runs, key).index[-1]
-                last = runs[runs["step"] == step][key]
-                spread = f"{last.std():.4f}" if len(last) > 1 else "?"
-                print(f"  {name:20} {last.mean():.4f} ± {spread}   (step {step}, seeds: {len(last)})")
+    table = pandas.concat(map(read, args.runs))
+    if table.duplicated(["run", "seed", "step"]).any():  # both would go into one line
+        sys.exit("plot.py: two of these runs have the same name and seed; rename one")
+    shown = {key: title for key, title in PANELS.items() if key in table}
+    if args.of:
+        shown = {args.of: PANELS.get(args.of, args.of)}
+    draw(table, shown, args.out)
+    key = args.of or "eval_accuracy"
+    print(f"{shown[key]} at the end, mean ± standard deviation over seeds")
+    for name, runs in table.dropna(subset=[key]).groupby("run", sort=False):
+        step = curve(runs, key).index[-1]
+        last = runs[runs["step"] == step][key]
+        spread = f"{last.std():.4f}" if len(last) > 1 else "?"
+        print(f"  {name:20} {last.mean():.4f} ± {spread}   (step {step}, seeds: {len(last)})")
 
 if __name__ == "__main__":
     main()

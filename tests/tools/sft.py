@@ -35,7 +35,6 @@ def train(model, optimizer, batches, args, warm_up=20, every=10):
             print(f"{step}/{len(batches)}  loss {loss.item():.3f}", flush=True)
 
 def main(args):
-    """Train on all problems, and save the model in --out."""
     policy, tokenizer = common.load_policy(args)
     split = common.read_dataset(args.dataset, args.subset)[args.split]
     problems = common.prepare(split, tokenizer, args)

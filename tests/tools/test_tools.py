@@ -8,7 +8,7 @@ import plot
 import pytest
 import torch
 import walk
-from conftest import ROOT, tiny_model, write_jsonl
+from conftest import ROOT, spy, tiny_model, write_jsonl
 
 import common
 import grpo
@@ -27,9 +27,7 @@ def test_curves_are_means_and_ranges_at_the_steps_of_all_runs(tmp_path):
 def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     """While pi is pi_old, w is 1, and a completion's pushes add up to the mean advantage of its tokens."""
     monkeypatch.chdir(tmp_path)
-    lines = (ROOT / "tests/toy/train.jsonl").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "few.jsonl").write_text("\n".join(lines[:40]))
-    flags = "--device cpu --prompts 4 --group_size 8 --minibatches 2 --lr 3e-3 --steps 2 --dataset few.jsonl"
+    flags = "--device cpu --prompts 4 --group_size 8 --minibatches 2 --lr 3e-3 --steps 2"
     seen = walk.watch(script, script.parse_args(flags.split()))
     push, adv, mask = walk.pushes_of(seen, seen["logps"][0]), seen["rows"]["adv"], seen["rows"]["mask"]
     means = (adv * mask).sum(1) / mask.sum(1)
@@ -38,28 +36,26 @@ def test_the_pushes_of_a_step(script, tmp_path, monkeypatch, capsys):
     walk.main(["--script", script.__name__])
     marks = capsys.readouterr().out.split("question and completion\n")[1].splitlines()[1].strip()
     assert ["▼▽·△▲".index(mark) > 2 for mark in marks] == (push[0][mask[0] > 0] > 0).tolist()
-    assert os.listdir() == ["few.jsonl"]
+    assert not os.listdir()
 
 def test_models_are_compared_problem_by_problem(tmp_path, monkeypatch, capsys):
-    """The toy with two seeds, which sample different answers. Their completions are kept."""
     def evaluated(flags):
         evaluate.main(evaluate.parse_args(f"--device cpu --dataset few.jsonl {flags}".split()))
         return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
     monkeypatch.chdir(tmp_path)
     rows = (ROOT / "tests/toy/test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    flags = "--eval_samples 2 --compare models.jsonl --save all.jsonl --seed"
+    flags = "--eval_samples 2 --compare models.jsonl --seed"
+    graded = spy(monkeypatch, common, "answer_reward")
     results = [evaluated(f"{flags} {seed}") for seed in (0, 1)]
     first, last = (json.loads(line)["accuracy"] for line in (tmp_path / "models.jsonl").open())
     gains = [b - a for a, b in zip(first, last)]
     assert any(gains) and [result["gain"] for result in results] == [[0, 0], evaluate.mean_and_error(gains)]
     assert evaluate.mean_and_error([0, 0, 1, 1]) == [0.5, 0.2887]  # std .5774 / 2
-    kept = [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
-    solved = [max(one["reward"], other["reward"]) for one, other in zip(kept[::2], kept[1::2])]
+    pairs = list(zip(graded[-1].result[::2], graded[-1].result[1::2], strict=True))
+    solved, means = [max(pair) for pair in pairs], [sum(pair) / 2 for pair in pairs]
     assert results[1]["pass@2"] == evaluate.mean_and_error(solved) and sum(solved) > sum(last)
-    assert len(kept) == 60 and sum(one["reward"] for one in kept) / 2 == pytest.approx(sum(last))
-    assert [one["reward"] for one in kept] == common.answer_reward(kept, [one["completion"] for one in kept])
-    assert evaluated("--eval_problems 7")["problems"] == 7
+    assert last == means and graded[-1].problems[::2] == graded[-1].problems[1::2]
     assert evaluated("--eval_problems 1")["accuracy"][1] is None
     (tmp_path / "few.jsonl").write_text("\n".join(rows[1:]), encoding="utf-8")
     with pytest.raises(AssertionError, match="other problems"):

@@ -27,8 +27,7 @@ up, ▼ and ▽ down. · is a push of 0: the token is clipped, or its advantage 
 break, ∎ the end."""
 
 def watch(script, args):
-    """Run main. Returns what update was given in the last step, eight rows whose rewards differ, and the
-    log-probs of these rows: those of pi_old, then those after each optimizer step."""
+    """Run main. Returns what update was given last, and log-probs of eight rows, before and after steps."""
     seen = {"script": script, "tokenizer": transformers.PreTrainedTokenizerFast.from_pretrained(args.model)}
     update, step = script.update, common.clip_and_step
 
