@@ -50,8 +50,10 @@ def test_what_would_train_nothing_or_something_else_is_refused(script, capsys):
             with pytest.raises(AssertionError, match=other.__name__):
                 script.parse_args("--resume --out .".split())
 
-def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
-    """A router's jitter stays: in PhiMoE it is also a threshold. Phi-3 has a second limit on positions."""
+def test_a_model_whose_logits_or_positions_do_not_fit_is_refused(monkeypatch):
+    """A router's jitter stays: in PhiMoE it is also a threshold. Only the toy runs on one thread."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     args = settings(grpo, model=save_tiny("gpt", "gpt2", attn_pdrop=0.5), max_new_tokens=448)
     policy, _ = common.load_policy(args)
     assert args.max_prompt_tokens == 64 and policy.training and policy.config.attn_pdrop == 0
@@ -65,6 +67,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused():
         common.load_policy(settings(grpo, model=save_tiny("cohere", "cohere", logit_scale=0.5)))
     mixtral = save_tiny("mixtral", "mixtral", router_jitter_noise=0.5)
     assert common.load_policy(settings(grpo, model=mixtral))[0].config.router_jitter_noise == 0.5
+    assert not threads and common.load_policy(settings(grpo)) and threads == [1]
 
 @every_main
 def test_a_run_ends_if_the_sampler_is_not_the_trained_model(script, spread, monkeypatch):
@@ -131,13 +134,6 @@ def test_dtype_goes_by_the_machine_and_gspos_range_by_the_dtype(gpu, dtype, low,
     args = gspo.parse_args(["--model", "x", "--dataset", "x"])
     assert (args.device, args.dtype, args.eps_low) == ("cuda" if gpu else "cpu", dtype, low)
     assert args.micro_batch_tokens == (8192 if gpu else 1536) and args.cuda_graphs == bool(gpu)
-
-def test_the_toy_alone_runs_on_one_thread(monkeypatch):
-    """So that its numbers do not depend on the core count."""
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    common.load_policy(settings(grpo, model=save_tiny("tiny")))
-    assert not threads and common.load_policy(settings(grpo)) and threads == [1]
 
 # ---- Every flag does what it says ----
 

@@ -1,7 +1,6 @@
 """What holds for every objective, tested on every script next to common.py: copy grpo.py, edit its objective,
 and these tests run on your copy, too. A copy may mask out some of the tokens, and has groups of four. For
-TEST_FLAGS, TEST_REWARD and TEST_IDLE in a copy, see tests/forks/README.md. Introspection: conftest.call.
-"""
+TEST_FLAGS, TEST_REWARD and TEST_IDLE in a copy, see tests/forks/README.md. Introspection: conftest.call."""
 import importlib
 import math
 import shutil

@@ -25,7 +25,6 @@ D ~ \textbf{(D)} | 9 ~ 9 seconds | 10 ~ 10\% | 9 ~ 9 ft | 9 ~ **9** | 3/8 ~ \dis
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 6 ~ 2+2+2 = 6 | 7 ~ -7 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 1500 ~ (1,500) |
--5/8 ~ -1 3/8 | -1234 ~ -1, 234 |
 12345 ~ 12,34,5 | 7 ~ 7.5 | 70 ~ 7 0 | 12500 ~ 12 | 12345 ~ 1,2345 | 1/3 ~ 0.3333333 | 11/8 ~ 1 + 3 |
 125 ~ 0,125 | 3/8 ~ 8/3 | 9 ~ 9 million | 49 ~ 4² | R-r ~ r-R | R ~ r | 1 ~ - | 9 ~ 9million | 2 ~ 2 thirds |
 2ab ~ 2ba | 3 ~ x != 3 | 9 ~ 10, 9 | 9 ~ 9 = 10 | 0 ~ a + b = 0 | 9 ~ \pm 9 | x=1,y=2 ~ x=2,y=1 | 0.2% ~ 20% |
@@ -35,7 +34,7 @@ ABC ~ CAB | 120 ~ 5! | 9 ~ ٩ | 5 ~ \sin 5 | 9 ~ __import__('os') | 9 ~ 9**9**9*
 \sqrt{3}/4 ~ \sqrt\frac34 | 0.1 ~ 10% | \frac{x^2}{3} ~ x^\frac{2}{3} | \frac{\sqrt{3}}{4} ~ \sqrt\frac34 |
 \frac{\log_2 5}{3} ~ \log_2\frac{5}{3} | x \le 1 \text{ or } x>4 ~ x \le 1 \text{ and } x>4 |
 a<1 or a>4 ~ a<1 and a>4 | B ~ A or B | 1234567 ~ 1234,567 | A ~ A. 1 B. 2 | x ~ x = 5 | \Delta ~ \delta |
-14 ~ 14 apples | x ~ X | 12 ~ 1{,}2 | x^{2}3 ~ x^{\mathrm{2}3}
+14 ~ 14 apples | x ~ X | -5/8 ~ -1 3/8 | -1234 ~ -1, 234 | 12 ~ 1{,}2 | x^{2}3 ~ x^{\mathrm{2}3}
 """) + [("9", ""), ("", ""), ("9", " "), ("9", "\ud83d"), ("9", "\x00")]
 EXTRACT = pairs(r"""
 so \boxed{4} ~ 4 | \boxed{\{1\}} ~ \{1\} | \boxed{4} as 5 > 4 ~ 4 | <answer>3</answer><answer>4</answer> ~ 4 |
@@ -67,15 +66,6 @@ def test_another_answer_is_wrong(gold, answer):
 def test_extract_answer():
     assert [extract_answer(completion) for completion, _ in EXTRACT] == [answer for _, answer in EXTRACT]
     assert not any(map(extract_answer, NOTHING))
-
-def test_gold_in_any_form_readable_or_not():
-    """The third is in the form of GSM8K."""
-    for gold in (42, "#### 42", "6*7 = $<<6*7=42>>42.\n#### 42", "so \\boxed{42}", "<answer>42</answer>"):
-        assert math_reward("\\boxed{42}", gold) == math_reward(f"<answer>{gold}</answer>", gold) == 1.0
-        assert not any(math_reward(text, gold) for text in ("\\boxed{43}", "The answer is 42", "42"))
-    texts = ("", "unknown", "\\boxed{}", "####", "\\boxed{", "\\boxed{None}")
-    for gold in ("", " ", "\\boxed{}", "####", "why\n#### ", "\\boxed{", "$$", "9" * 700):
-        assert not any(math_reward(text, gold) for text in (*texts, f"<answer>{gold}</answer>")), gold
 
 def test_noise_never_raises_and_is_wrong():
     rng = random.Random(0)

@@ -61,15 +61,13 @@ def test_the_shown_two_turns():
     policy, tokenizer, problems, args = trainer.policy, trainer.tokenizer, trainer.problems, trainer.args
     two_turns = example("two_turns")
     rollout = two_turns(policy, tokenizer, problems, 4, args)
-    assert rollout.keys() == trainer.rollout.keys() & rollout.keys() and "skip" in rollout
     assert rollout["problems"] == [problem for problem in problems for _ in range(4)]
     ends = rollout["prompt_length"] + rollout["completion_length"]
     for i, problem in enumerate(rollout["problems"]):
         prompt, row = problem["prompt"], rollout["ids"][i, :ends[i]].tolist()
         ids = row[len(prompt):]
         n = min(ids.index(1) + 1 if 1 in ids else 8, 8)  # ended by a stop token, or after 8 tokens
-        # The message is three characters that the tokenizer does not know.
-        assert row[:len(prompt)] == prompt and ids[n:n + 3] == [2, 2, 2]
+        assert row[:len(prompt)] == prompt and ids[n:n + 3] == [2, 2, 2]  # the message, unknown to it
         assert rollout["mask"][i].nonzero()[:, 0].tolist() == [*range(n), *range(n + 3, len(ids))]
         assert rollout["texts"][i] == tokenizer.decode(ids[n + 3:]).removesuffix("t1")
         assert bool(rollout["finished"][i]) == (ids[-1] == 1)
@@ -77,9 +75,9 @@ def test_the_shown_two_turns():
     torch.testing.assert_close(rollout["sampled_logp"].double(), expected, rtol=1e-5, atol=1e-5)
     first = common.evaluate(policy, tokenizer, problems, count_t3, args)
     second = two_turns(policy, tokenizer, problems, 1, args)
-    mean = sum(count_t3(second["problems"], second["texts"])) / 6
     found = example("evaluate")(policy, tokenizer, problems, count_t3, args)
-    assert found == first | {"eval_second_reward": pytest.approx(mean)}
+    mean = pytest.approx(sum(count_t3(second["problems"], second["texts"])) / 6)
+    assert found == first | {"eval_second_reward": mean}
 
 def test_the_entropy_bonus_by_enumeration(fork):
     """J, its gradient, and the mean entropy, over the whole vocabulary, also in groups of equal rewards."""

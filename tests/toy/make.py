@@ -1,7 +1,6 @@
 """Make the toy: sums to solve, and a small model with two habits of answering them, explained in README.md.
 
-    python tests/toy/make.py    makes the files next to it again, in under a minute
-"""
+    python tests/toy/make.py    makes the files next to it again, in under a minute"""
 import json
 import random
 import sys
