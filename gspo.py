@@ -14,7 +14,7 @@ a group of G completions. Number all N = P*G of them by i, reward o_i with r_i, 
 (4) is the k3 estimator (joschu.net/blog/kl-approx.html): given the prefix o_i<t, its mean over
 samples from pi is KL(pi || pi_ref). But while pi = pi_old, its gradient is that of the other KL,
 KL(pi_ref || pi). --kl wk3 (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by w_it, and the gradient
-is always that of KL(pi || pi_ref). tests/results/README.md derives both.
+is always that of KL(pi || pi_ref). tests/lesson/README.md derives both.
 
 There is no value model: the group's mean reward is the baseline. Right answers earn 1, wrong ones
 0. Each optimizer step maximizes the J of its own minibatch, with its own N.
