@@ -110,7 +110,7 @@ BOTH = ["minibatches 4 temperature 1 max_grad_norm 1 warmup_steps 20 max_new_tok
         "gradient_checkpointing 0 micro_batch_tokens 4096 save_every 10"]
 
 @every_script
-def test_the_defaults_of_papers_and_of_results(script):
+def test_the_defaults_of_papers_and_of_results(script, monkeypatch):
     """The toy's are REAL, changed by TOYS. The reward reads the mark that the system prompt asks for."""
     words = f"{REAL[script]} {BOTH[0]}".split()
     for flags, more in ((["--model", "x", "--dataset", "x"], ""), ([], f"{TOYS[script]} {BOTH[1]}")):
@@ -119,8 +119,9 @@ def test_the_defaults_of_papers_and_of_results(script):
         args = script.parse_args([*flags, "--dtype", "float32"])
         assert {name: vars(args)[name] for name in expected} == expected
     assert (args.model, args.dataset) == (common.TOY, common.TOY)
-    args = script.parse_args("--lr 0.003 --steps 7 --gradient_checkpointing".split())
-    assert (args.lr, args.steps, args.gradient_checkpointing) == (0.003, 7, True)
+    monkeypatch.setattr("sys.argv", ["script.py", "--lr", "0.003", "--steps=7", "--gradient_checkpointing"])
+    args = script.parse_args()
+    assert (args.lr, args.steps, args.gradient_checkpointing, args.given[1]) == (0.003, 7, True, "0.003")
     instruction = script.parse_args(["--model", "x", "--dataset", "x"]).system_prompt
     assert common.extract_answer(f"2 + 2 is 4.\n{instruction.split()[-1].rstrip('.')} 4") == "4"
 

@@ -44,7 +44,8 @@ so \boxed{4} ~ 4 | \boxed{\{1\}} ~ \{1\} | \boxed{4} as 5 > 4 ~ 4 | <answer>3</a
 """) + [("#### 3\n#### 4\nDone", "4"), ("####\n4", "4"), ("#### 4\t\r\nDone", "4"),
            ("\\boxed{4\xa0}", "4"), ("\\boxed{" + "4" * 600 + "}", "4" * 600)]
 NOTHING = ["\\boxed{4", "\\boxed{3} hm \\boxed{4", "\\boxed{}", "\\boxed", "\\boxed{" + "4" * 601 + "}",
-           "####", "", "the answer is 4", "a set {1} } 4", "<answer>4", "<answer></answer>", "4</answer>"]
+           "####", "", "the answer is 4", "a set {1} } 4", "<answer>4", "<answer></answer>", "4</answer>",
+           "#### " + "4" * 601]
 HOSTILE = r"\boxed{ \boxed{1} <answer> #### { } \ $ 1, a= \boxed{((((".split() + ["1 ", " "]
 INSIDE = ["(", "1,", "1 ", "{1", "√", "\\frac", "\\frac{1}{", "frac{", "a=", "(a,", "<", "±1,", "x^", "9",
           "+ ", "( )/", "/9e999", "1 1/", "=,", "3 cm", "1,234%", "text", "text {", "sqrt(", "frac12", "\\"]

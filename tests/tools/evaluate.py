@@ -9,8 +9,7 @@ fraction of problems that at least one of N completions solves. To use a reward 
 
 With --compare, each command appends to the file what its model got right, and prints how much better that is
 than the first entry. The difference is taken problem by problem. As what is hard for one model is usually
-hard for the other, too, this makes its standard error smaller.
-"""
+hard for the other, too, this makes its standard error smaller."""
 import json
 import random
 import sys

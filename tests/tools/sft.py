@@ -5,8 +5,7 @@
 --dataset has rows with "question", "answer" and "solution", the completion to learn. It takes the flags of
 grpo.py, and makes prompts as grpo.py does, so that RL continues with exactly the same ones. It makes --epochs
 passes over the problems, --prompts at a time, but takes no more than --steps steps (by default, all). Use
-other problems than those for RL, because all of them are trained on, even those that grpo.py would hold out.
-"""
+other problems than those for RL, because all of them are trained on, even those that grpo.py would hold out."""
 import random
 import sys
 from pathlib import Path
