@@ -59,8 +59,7 @@ def parse_args(argv=None):
     add("--epochs", type=count, default=4, help="passes over each rollout; usually 1 to 4")
     add("--minibatches", type=count, default=4,
         help="optimizer steps per pass; with 1 and --epochs 1, w stays 1 and nothing is clipped")
-    # These are the toy's; tests/toy/args.json has its other settings.
-    return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)
+    return common.parse(parser, argv, lr=2e-4, value_lr=1e-2)  # the toy's; see tests/toy/args.json
 
 def make_critic(policy):
     """Make the value model V: the policy's backbone, copied, and a scalar head that starts at 0."""
@@ -86,8 +85,8 @@ def token_rewards(r, old_logp, ref_logp, mask, beta):
     rewards = torch.zeros_like(mask)
     if ref_logp is not None:
         rewards = -beta * (old_logp - ref_logp) * mask                     # (N, T)            (4)
-    columns = torch.arange(mask.shape[1], device=mask.device)              # (T,)
-    last = (mask * columns).argmax(1, keepdim=True)                        # (N, 1)
+    # The last column with mask 1, (N, 1).
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)
     return rewards.scatter_add(1, last, r[:, None])
 
 def gae(rewards, values, mask, gamma, lam):
@@ -106,10 +105,6 @@ def gae(rewards, values, mask, gamma, lam):
         advantages[:, t] = running * mask[:, t]
     return advantages, advantages + values
 
-def returns_to_go(rewards, mask, gamma):
-    """Compute the discounted sums of the rewards from each token on, (N, T): gae with V = 0."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
-
 def whiten(x, mask):
     """Shift and scale x, (N, T), to mean 0 and std 1 over the trained tokens of a rollout."""
     mean = (x * mask).sum() / mask.sum()
@@ -125,9 +120,9 @@ def explained_variance(returns, values, mask):
 
 def policy_loss(logp, old_logp, adv, mask, eps_low, eps_high):
     """Compute -J without its 1/N, as in the equations above: loss = -sum_i 1/|o_i| sum_t ... . The
-    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. All tensors
-    are (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns the scalar loss and
-    statistics, which are (sum, count) pairs."""
+    loss is a sum over rows, so it adds up over micro-batches; update divides it by N. adv is (N, T)
+    or (N, 1), the other tensors (N, T). Log-ratios above 20 are clamped, so exp is finite. Returns
+    the scalar loss and statistics, which are (sum, count) pairs."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1) |o_i|, or 1 for an empty row
     log_ratio = (logp - old_logp) * mask                                   # (N, T)
     w = log_ratio.clamp(max=20).exp()                                      # (N, T)            (2)
@@ -168,8 +163,9 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     # 4. advantages: (N, T)
     rollout["adv"], rollout["returns"] = gae(per_token, values, mask, args.gamma, args.lam)
     stats = common.rollout_stats(rollout, args)
-    # The R of (1) contains V itself, so V is judged by the rewards that came.
-    stats |= explained_variance(returns_to_go(per_token, mask, args.gamma), values, mask)
+    # The R of (1) contains V itself, so V is judged by the rewards that came: gae with V = 0.
+    _, came = gae(per_token, torch.zeros_like(values), mask, args.gamma, lam=1.0)
+    stats |= explained_variance(came, values, mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
     return rollout, stats
