@@ -38,7 +38,7 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model a
 def generate(model, tokenizer, problems, group_size, args):
     """Sample group_size completions for each of P problems, as a rollout. The scripts add rewards
     (N,); old_logp, ref_logp, old_values, and returns (N, T); and adv (N, 1) or (N, T)."""
-    stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # ids that end it
+    stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     # In training mode with checkpointing, some models, such as GPT-2, don't use the cache.
     model.eval()
     # One context for all tokens, so that autocast casts each weight to bfloat16 only once.
