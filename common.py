@@ -336,7 +336,7 @@ def finite(kind, zero=False):
     def number(text):
         if 0 < kind(text) < math.inf or (zero and kind(text) == 0):
             return kind(text)
-        least = "at least" if zero else "above"
+        least = "of at least" if zero else "above"
         raise argparse.ArgumentTypeError(f"{text} is not a finite number {least} 0")
     return number
 
@@ -386,7 +386,7 @@ def parse(parser, argv, **toy):
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)  # for --out and --resume
     if args.resume != Path(args.out).exists():
-        parser.error(f"--resume needs an --out that exists; without it, --out {args.out} must not")
+        parser.error("--resume needs an --out that exists, and a new run needs one that does not")
     if args.resume:
         run = json.loads(Path(args.out, "args.json").read_text())
         assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"

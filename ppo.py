@@ -163,7 +163,7 @@ def collect(policy, critic, reference, tokenizer, problems, reward, args):
     # 4. advantages: (N, T)
     rollout["adv"], rollout["returns"] = gae(per_token, values, mask, args.gamma, args.lam)
     stats = common.rollout_stats(rollout, args)
-    # The R of (1) contains V itself, so V is judged by the rewards that came, which are R for V = 0.
+    # The R of (1) contains V itself, so V is judged by the rewards that came: R for V = 0.
     stats |= explained_variance(gae(per_token, 0 * values, mask, args.gamma, 1.0)[1], values, mask)
     if args.whiten:
         rollout["adv"] = whiten(rollout["adv"], mask)
