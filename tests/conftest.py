@@ -84,9 +84,10 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.add_special_tokens({"additional_special_tokens": words[-2:]})
     out.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<bos> $A" if bos else "$A", special_tokens=[("<bos>", 3)])
-    out.chat_template = chat or common.PLAIN_TEMPLATE
+    out.chat_template = chat or PLAIN
     return out
 
+PLAIN = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 

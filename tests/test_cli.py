@@ -58,7 +58,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused(monkeypatch):
     policy, _ = common.load_policy(args)
     assert args.max_prompt_tokens == 64 and policy.training and policy.config.attn_pdrop == 0
     args.max_new_tokens += 1
-    with pytest.raises(AssertionError, match="max_position_embeddings is 512"):
+    with pytest.raises(AssertionError, match="n_positions is 512"):
         common.load_policy(args)
     args = settings(grpo, model=save_tiny("phi", "phi3", original_max_position_embeddings=100))
     with pytest.raises(AssertionError, match="original_max_position_embeddings is 100"):
@@ -197,7 +197,7 @@ PPO_KEYS = {"value_loss", "value_grad_norm", "value_lr", "value_skipped", "value
 @every_main
 def test_a_run_prints_and_logs_its_steps_and_keeps_its_completions(script, spread, monkeypatch, capsys):
     def completions(step):
-        return [json.loads(line) for line in Path(f"run/completions/step-{step}.jsonl").open()]
+        return json.loads(Path(f"run/completions/step-{step}.json").read_text())
     calls = spy(monkeypatch, script, "collect")
     before, *rows = train(script, f"{QUICK} --steps 2 --eval_every 1")
     said = capsys.readouterr().out

@@ -19,7 +19,7 @@ WITH_BOS = ("{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['conte
             "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
 LOOKS = {"chatml": {"chat": CHATML, "eos": "<|im_end|>"},  # its prompts hold the end-of-sequence token
          "bos": {"chat": WITH_BOS, "bos": True, "pad": "<eos>"},  # tokenizer and template both add a BOS
-         "plain": {"pad": None, "bos": True}}  # a base model, without a padding token or a template
+         "plain": {"pad": None, "bos": True}}  # a base model, without a padding token or roles
 
 def load(flags=""):
     args = grpo.parse_args(shlex.split(f"{TINY} --device cpu --system_prompt '' {flags}"))
@@ -86,12 +86,13 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
     flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 1"
     assert questions(load(flags)[0]) == questions(sums(7)) + ["x" * 58]
     said = capsys.readouterr().out
-    assert said.splitlines()[0] == "8 of 18 rows for training, 1 of 5 held out" and "gold answer: '0'" in said
+    assert said.startswith("11 of 18 rows can be used\n5 of 5 rows can be used\n8 problems for training, 1 held out")
+    assert "gold answer: '0'" in said
     for bad in (rows[-5:], rows[12:13]):
         write_jsonl("mine/train.jsonl", bad)
         with pytest.raises(AssertionError, match="nothing is left"):
             load(flags)
-        assert f"0 of {len(bad)} rows for training" in capsys.readouterr().out
+        assert f"0 of {len(bad)} rows can be used" in capsys.readouterr().out
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     """As for the toy on text. GPT-2's unknown token is also its BOS and EOS, which a prompt may contain."""
@@ -159,7 +160,6 @@ def test_gold_answers_that_no_completion_could_match_are_dropped():
 def test_a_model_reads_what_its_tokenizer_json_says(declared):
     """So does the saved one. AutoTokenizer would give a qwen2 its own pre-tokenizer and decoder."""
     made = char_tokenizer()
-    made.chat_template = None  # it gets a plain one
     save_tiny("own", "qwen2", made)
     file = Path("own/tokenizer_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": declared}))
@@ -167,14 +167,14 @@ def test_a_model_reads_what_its_tokenizer_json_says(declared):
     tokenizer.save_pretrained("saved")
     for each in (tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained("saved")):
         assert each("12 and 3")["input_ids"] == made("12 and 3")["input_ids"]
-        assert each.chat_template == common.PLAIN_TEMPLATE and each.eos_token == "<eos>"
+        assert each.chat_template == made.chat_template and each.eos_token == "<eos>"
 
 # ---- Prompts ----
 
 @pytest.mark.parametrize("system", ["", "Brief."])
 @pytest.mark.parametrize("look", LOOKS)
 def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, system):
-    """With one BOS; without a template, plain text. A chat can bring a system prompt of its own."""
+    """With one BOS. A chat can bring a system prompt of its own."""
     tokenizer = char_tokenizer(**LOOKS[look])
     brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]
@@ -186,13 +186,14 @@ def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, sy
             assert tokenizer.decode(own).endswith("assistant\n" if look == "chatml" else "[assistant]")
         else:
             assert tokenizer.decode(own) == "<bos>" + "".join(f"{turn['content']}\n" for turn in chat)
-        assert problem["prompt"] == own and problem["question"] == chat[-1]["content"]
+        asked = [given] if given == "1 + 1?" else [turn["content"] for turn in given]
+        assert problem["prompt"] == own and problem["question"] == "\n".join(asked)
         assert own.count(tokenizer.bos_token_id) == (look != "chatml")
 
 def test_chats_that_hold_their_answer_are_refused_and_empty_ones_are_left_out():
     """As in most data sets for supervised training. A question that JSON made a date is refused, too."""
     for bad in ([turn("user", "2 + 2?"), turn("assistant", "It is 4.")], datetime(2020, 1, 2)):
-        with pytest.raises(AssertionError, match="It is 4|2020"):
+        with pytest.raises((AssertionError, TypeError), match="It is 4|datetime"):
             prepare([{"question": bad, "answer": "4"}], char_tokenizer())
     chats = [], [turn("user", None)], [turn("user", "2 + 2?")]
     rows = [{"question": chat, "answer": "4"} for chat in chats]
@@ -203,7 +204,8 @@ def test_the_whole_chat_tells_problems_apart(start):
     rows = [{"question": [turn(start, f"Ann has {i} pens."), turn("user", "How many?")], "answer": i}
             for i in range(50)]
     train_set, held_out = load(splits_of(rows, rows[10:20]))
-    assert len(train_set) == 40 and len(held_out) == 2 and set(questions(train_set)) == {"How many?"}
+    assert len(train_set) == 40 and len(held_out) == 2
+    assert questions(train_set)[9:11] == ["Ann has 9 pens.\nHow many?", "Ann has 20 pens.\nHow many?"]
     write_jsonl("lone.jsonl", rows)
     assert sum(map(len, load("--dataset lone.jsonl --eval_problems 50"))) == 50
 

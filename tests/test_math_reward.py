@@ -21,7 +21,8 @@ x \ge 4 ~ x\geq 4 | 3*10^5 ~ 3\times10^{5} | 1,2,3 ~ 3, 1 \text{ and } 2 | x \le
 \frac{2x}{3} ~ 2x/3 | y=2 ~ x=2 | 1 ~ 1 hour | 9 ~ 9 inches | \sqrt\frac34 ~ \sqrt\tfrac{3}{4} |
 D ~ \textbf{(D)} | 9 ~ 9 seconds | 10 ~ 10\% | 9 ~ 9 ft | 9 ~ **9** | 3/8 ~ \displaystyle\frac{3}{8} |
 5\pi ~ 5\pi\text{ cm} | -7 ~ –7 | true ~ True | 1234 ~ 1{,}234~km | 1,2 ~ {1, 2} |
-\text{No solution} ~ no solution. | New York ~ NEW YORK | 2 ~ 2m | 9 ~ 9 kg
+\text{No solution} ~ no solution. | New York ~ NEW YORK | 2 ~ 2m | 9 ~ 9 kg |
+\{100,200\} ~ 200, 100
 """) + [("2" * 500, "2" * 500 + ".0")]
 UNEQUAL = pairs(r"""
 6 ~ 2+2+2 = 6 | 7 ~ -7 | 7 ~ 7.00000000000000000001 | 9007199254740992 ~ 9007199254740993 | 1500 ~ (1,500) |

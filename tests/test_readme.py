@@ -130,7 +130,7 @@ def test_the_edits_of_readme(tmp_path):
     (tmp_path / "few.jsonl").write_text("\n".join(lines[:40]))
     flags = f"--device cpu --steps 1 --prompts 4 --dataset {tmp_path}/few.jsonl --out {tmp_path}/run"
     mine.main(mine.parse_args(flags.split()))
-    for record in map(json.loads, (tmp_path / "run/completions/step-1.jsonl").open()):
+    for record in json.loads((tmp_path / "run/completions/step-1.json").read_text()):
         right, = common.answer_reward([record], [record["completion"]])
         assert record["reward"] == pytest.approx(right - 0.06 * len(record["completion"]))
     assert mine.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4).tolist() == [0.75, -0.25, -0.25, -0.25]
@@ -169,11 +169,10 @@ def test_the_reward_model_that_is_shown(tmp_path):
     tokenizer = char_tokenizer(chat=CHATML, eos="<|im_end|>", bos=True)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     names, texts = {}, ["It is 5", "3"]
-    problems = [{"chat": [{"role": "user", "content": question}]} for question in ("2 + 3?", "1 + 1?")]
+    problems = [{"question": question} for question in ("2 + 3?", "1 + 1?")]
     code = re.findall(r"^```python\n(.*?)^```", REWARDS, re.S | re.M)[-1]
     exec(code.replace("path/or/hub-name", str(tmp_path)), names)
     for reward, problem, text in zip(names["judged"](problems, texts), problems, texts, strict=True):
-        question = problem["chat"][0]["content"]
-        chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
+        chat = f"<|im_start|>user\n{problem['question']}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
         ids = tokenizer(chat, return_tensors="pt", add_special_tokens=False)["input_ids"]
         assert float(reward) == pytest.approx(model(ids).logits[0, 0].item(), abs=1e-5)

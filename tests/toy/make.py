@@ -46,11 +46,13 @@ def make_model():
     """A small Qwen3, not yet trained, and its tokenizer: one token per character, and three special
     ones. Large initial weights and a small rope_theta make the model learn faster."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     vocabulary = {token: i for i, token in enumerate([*"0123456789+-=?# \n", *special.values()])}
     characters = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, chat_template=template, **special)
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
