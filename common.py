@@ -1,7 +1,7 @@
 """What the three scripts share: everything that is not the algorithm.
 
-Read the first six sections along with a script: they follow one step. You may stop at the section
-Problems: the rest is for looking things up.
+Read the first six sections along with a script: they follow one step. You can stop when you reach
+the Problems section. The rest is for looking things up.
 
 Shapes: P prompts per step, G completions per prompt, N = P*G rows; S tokens in the longest prompt,
 T in the longest completion, C in the longest row (prompt plus completion); M tokens to train on; K
@@ -80,7 +80,7 @@ def sample(model, prompts, group_size, stop, args):
     rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")  # (P, S)
     attention = (ids >= 0).long()
-    # Read each prompt once, then copy it for each of its completions.
+    # Read each prompt once, then copy it for its completions.
     active = torch.arange(len(prompts) * group_size, device=model.device)  # (n,) rows in use, now N
     owner = active // group_size  # (N,) the prompt of each row
     hidden = read(ids.clamp(min=0), attention)[owner]  # (N, H)
@@ -255,7 +255,7 @@ def load_problems(args, tokenizer):
     train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1:
         held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # a file, for example: hold out a fifth of the problems, whatever their order
+    else:  # such as a file: hold out a fifth of the problems, whatever their order
         held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
     taken = {p["question"] for p in held_out}
     train = [p for p in train if p["question"] not in taken]  # no problem is in both
@@ -283,7 +283,7 @@ def prepare(split, tokenizer, args):
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
         if args.answer_column:
-            gold = row[args.answer_column]  # a float keeps 15 digits, so a longer one is not exact
+            gold = row[args.answer_column]  # a float keeps 15 digits
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
             answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's have a mark, ####
@@ -408,8 +408,8 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # A run that was killed before its first checkpoint has no metrics yet, and starts again. But if
-    # there are metrics, and only state.pt is lost, loading fails, and keeps them.
+    # A run that was killed before its first checkpoint has no metrics yet, and starts again. If
+    # only state.pt is lost, loading fails, and keeps the metrics.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
@@ -517,9 +517,8 @@ class Recorded:
         return hidden
 
 # ---- Math answers ----
-# Both answers are rewritten into a canonical form and compared as strings. Numbers become exact
-# fractions, and lists are sorted. There is no algebra and no conversion: 2+3 is not 5, 10% is not
-# 0.1. A unit at the end is dropped, even if it is a variable: 5 m is 5.
+# Both answers are rewritten into a canonical form and compared as strings. There is no algebra and
+# no conversion: 2+3 is not 5, 10% is not 0.1. A unit at the end is dropped, even a variable: 5 m.
 REWRITTEN = [  # patterns and what they become, in this order
     (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
     (r"\^({\\circ}|\\circ)|[°\u200b-\u200f\u2060\ufeff]", ""),  # degrees, and what is invisible
