@@ -40,7 +40,7 @@ def generate(model, tokenizer, problems, group_size, args):
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     model.eval()  # with checkpointing, some models don't use the cache in training mode
     # One context for all tokens: autocast casts each weight to bfloat16 only once.
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16"):
         tokens, logp = sample(model, [p["prompt"] for p in problems], group_size, stop, args)
     model.train()
     is_stop = torch.isin(tokens, stop)  # (N, max_new_tokens)
@@ -50,7 +50,7 @@ def generate(model, tokenizer, problems, group_size, args):
     completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     # Leave out the stop token, but keep other special tokens: they may mark the answer.
     shown = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
-    problems = [problem for problem in problems for _ in range(group_size)]  # now N of them
+    problems = [p for p in problems for _ in range(group_size)]  # now N of them
     rows = [torch.tensor(p["prompt"] + c) for p, c in zip(problems, completions)]
     return {
         "problems": problems,  # a list of N: each row's problem
@@ -58,7 +58,7 @@ def generate(model, tokenizer, problems, group_size, args):
         # (N, C) prompt, completion, padding. Token t of a completion is in column prompt_length + t
         "ids": pad_sequence(rows, batch_first=True).to(model.device),
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
-        "completion_length": lengths,  # (N,) number of tokens, including the stop token
+        "completion_length": lengths,  # (N,) in tokens, with the stop token
         "finished": finished,  # (N,) True where a stop token ended the completion
         "mask": mask,  # (N, T) 1.0 on the tokens to train on; set it to 0 on a tool's output
         "skip": torch.zeros_like(finished),  # (N,) True on rows to skip: see collect
@@ -85,7 +85,7 @@ def sample(model, prompts, group_size, stop, args):
     owner = active // group_size  # (N,) the prompt of each row
     hidden = read(ids.clamp(min=0), attention)[owner]  # (N, H)
     cache.reorder_cache(owner)  # selects rows: from P to N
-    attention = pad(attention, (0, args.max_new_tokens), value=1)[owner]  # (N, S + max_new_tokens)
+    attention = pad(attention, (0, args.max_new_tokens), value=1)[owner]  # 1 on what is to come
     # Recorded does what read does, but faster on a GPU.
     read_token = Recorded(read, cache) if args.cuda_graphs and can_record(cache) else read
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
@@ -106,7 +106,7 @@ def sample(model, prompts, group_size, stop, args):
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
-    their log pi, both (n,). (torch.multinomial is slower.)"""
+    their log pi, both (n,)."""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
     # searchsorted needs sums that never decrease. On a GPU, rounding in float32 would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
@@ -118,8 +118,8 @@ def draw(logits, temperature):
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, args, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature), in
-    float32: (N, T), 0 where the mask is 0. We never hold all (M, K) logits, but compute `chunk` of
-    them at a time (0.27 GB), and again in the backward pass."""
+    float32: (N, T), 0 where the mask is 0. Only `chunk` of the (M, K) logits exist at a time
+    (0.27 GB); the backward pass computes them again."""
     def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
         return -cross_entropy(logits, target, reduction="none")
@@ -135,7 +135,7 @@ def completion_states(model, batch, args):
     i, t = batch["mask"].nonzero(as_tuple=True)  # both (M,): a position in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
-    # Each weight is cast once, so its bfloat16 copy need not be kept.
+    # A pass uses each weight once: its bfloat16 copy need not be kept, as it is in sampling.
     with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16", cache_enabled=False):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]  # our only shift by one
@@ -255,12 +255,12 @@ def load_problems(args, tokenizer):
     train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1:
         held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # such as a file: hold out a fifth of the problems, whatever their order
+    else:  # such as a file: hold out a fifth, whatever the order
         held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
     taken = {p["question"] for p in held_out}
     train = [p for p in train if p["question"] not in taken]  # no problem is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
-    held_out.sort(key=lambda problem: len(problem["prompt"]))  # to reduce padding
+    held_out.sort(key=lambda p: len(p["prompt"]))  # to reduce padding
     print(f"{len(train)} problems for training, {len(held_out)} held out")
     assert train and held_out, "nothing is left to train on, or to hold out: see prepare"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
@@ -283,10 +283,10 @@ def prepare(split, tokenizer, args):
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
         if args.answer_column:
-            gold = row[args.answer_column]  # a float keeps 15 digits
+            gold = row[args.answer_column]  # a text, an integer, or a short float, which is exact
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
-            answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's have a mark, ####
+            answer = extract_answer(f"<answer>{gold}</answer>")  # of GSM8K's, what follows ####
             # JSON reads "\frac" as a form feed, a control character, and "rac".
             if not canonical(answer) or re.search(r"[\0-\x1f]", answer):
                 continue
@@ -350,7 +350,7 @@ def make_parser(file, doc):
     add("--warmup_steps", type=int, default=20, help="optimizer steps of linear warmup to --lr")
     add("--max_grad_norm", type=positive, default=1.0, help="clip the gradient norm to this")
     yes_or_no = {"action": argparse.BooleanOptionalAction, "default": True}
-    add("--gradient_checkpointing", **yes_or_no, help="a third more compute, far less memory")
+    add("--gradient_checkpointing", **yes_or_no, help="more compute, far less memory")
     add("--cuda_graphs", **yes_or_no, help="for faster sampling on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="CPU or GPU")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if bfloat16 else "float32",
@@ -395,7 +395,7 @@ def load_policy(args):
     torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"
     policy = load_model(args).train()  # gradient checkpointing works only in training mode
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable()  # its new name
+        policy.activation_checkpointing_enable()  # the same, renamed
     # This class takes tokenizer.json as it is. AutoTokenizer may replace parts of it.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.model)
     policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
@@ -408,8 +408,7 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # A run that was killed before its first checkpoint has no metrics yet, and starts again. If
-    # only state.pt is lost, loading fails, and keeps the metrics.
+    # Killed before its first checkpoint, a run starts anew. If only state.pt is lost, it fails.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
@@ -429,7 +428,7 @@ def save_checkpoint(out, step, tokenizer, policy, parts):
     Path(out, "temporary.pt").replace(Path(out, "state.pt"))
 
 def log(args, step, stats, rollout=None):
-    """Write a step's statistics and completions to files, and print the main statistics."""
+    """Write a step's statistics and completions to files, and print the main ones."""
     with Path(args.out, "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step} | stats) + "\n")
     shown = {k: x for k, x in stats.items() if not re.match("loss|lr|grad_norm|zero_|value_", k)}
@@ -469,7 +468,7 @@ def soft_capped(logits, config):
     return cap * (logits / cap).tanh() if cap else logits
 
 def stop_ids(model, tokenizer):
-    """Return the stop tokens: EOS, and what ends a turn (not the EOS in Qwen2.5's base models)."""
+    """Return the stop tokens: EOS, and what ends a turn (in Qwen2.5's base models, another one)."""
     eos = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
@@ -485,9 +484,8 @@ class Cache(transformers.DynamicCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 # ---- CUDA graphs ----
-# Launching a token's kernels one by one takes longer than running them. A CUDA graph records them,
-# and launches all at once: 5 times as fast at 1.5B on an H100. It works on the same tensors each
-# time, so the cache cannot grow, and needs spare columns.
+# Launching a token's kernels takes longer than running them. A CUDA graph launches all at once (5
+# times as fast at 1.5B on an H100), but always on the same tensors: the cache needs spare columns.
 def can_record(cache):  # a sliding window counts its tokens in Python: a replay would not
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
@@ -505,7 +503,7 @@ class Recorded:
             return self.hidden
         # For the first token, fewer rows, or a full cache: widen the cache, and record.
         self.rows, self.room = rows, (width // 64 + 4) * 64  # 193 to 256 spare columns
-        for i, old in enumerate(self.layers):  # `read` itself adds the last column
+        for i, old in enumerate(self.layers):  # copy the filled columns; `read` adds the new one
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
             self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
         # The padding adds 0 to positions, so the last one is still that of the new token.
@@ -525,7 +523,7 @@ REWRITTEN = [  # patterns and what they become, in this order
     (r"[−–‐‑]", "-"), (r"[·⋅×]|\\cdot|\\times", "*"), (r"π", "pi"), (r"\\[dt]frac", r"\\frac"),
     (r"≤|\\leq?(slant)?", "<="), (r"≥|\\geq?(slant)?", ">="), (r"\\\\|;", ","), (r"\{,}", ","),
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Yes -> yes, NO -> no; but other words of at most two letters keep their case: CO is not Co
+    # Yes -> yes: only words, one of at least three letters, or first a no; but CO is not Co
     (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
@@ -562,10 +560,10 @@ def extract_answer(text, longest=600):
         depths = list(accumulate((c == "{") - (c == "}") for c in text[:longest + 1]))
         text = text[:depths.index(-1)] if -1 in depths else ""  # up to the mark's own brace
     elif mark == "####":
-        text = text.strip().partition("\n")[0]
+        text = text.lstrip(" \n").partition("\n")[0]
     elif not (found and closed):
         return ""
-    # Models like to write #### **42**. A tab at the start stays, so that prepare drops the row.
+    # Models like to write #### **42**. A tab stays (JSON's misreading of \times): see prepare.
     text = text.rstrip().strip("* \n")
     return text if len(text) <= longest else ""
 

@@ -147,7 +147,7 @@ def test_gold_answers_that_json_does_not_keep_are_refused(gold):
 
 def test_gold_answers_that_no_completion_could_match_are_dropped():
     """JSON reads "\\frac", with one backslash, as a form feed and "rac". Blanks at the end go alone."""
-    assert golds(["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
+    assert golds(["\frac12", "\times 3", "#### \times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
     kept = ["2\t", "2\r", "2\xa0", " 2\n", "We add.\r\n#### 2\r\nDone.", "\u200b2", "2\u2060"]
     rows = [{"question": "?", "answer": answer} for answer in kept]
     for problem in prepare(rows, char_tokenizer()):
