@@ -334,8 +334,8 @@ def make_parser(file, doc):
         formatter_class=HelpFormatter, allow_abbrev=False)
     add, cuda = parser.add_argument, torch.cuda.is_available()
     bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
-    add("--model", help="directory or Hub name; without it, the toy of tests/toy")
-    add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
+    add("--model", default=TOY, help="directory or Hub name")
+    add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; a lone split is divided")
@@ -375,12 +375,11 @@ def parse(parser, argv, **toy):
         run = json.loads(Path(args.out, "args.json").read_text())
         assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"
         given = run["given"] + given
-    if parser.parse_args(given).model is None:
-        toy |= json.loads(Path(TOY, "args.json").read_text())
-        parser.set_defaults(model=TOY, dataset=TOY, **toy)
+    if parser.parse_args(given).model == TOY:
+        parser.set_defaults(**toy | json.loads(Path(TOY, "args.json").read_text()))
     args = parser.parse_args(given)
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
-    if args.dataset is None:
+    if args.dataset == TOY != args.model:
         parser.error("--model needs a --dataset")
     if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
@@ -463,7 +462,7 @@ def load_model(args):
     return model
 
 def soft_capped(logits, config):
-    """Squeeze logits into (-cap, cap), if the model does, as Gemma 2 does."""
+    """Squeeze logits into (-cap, cap), if the model does, as Gemma's do."""
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     return cap * (logits / cap).tanh() if cap else logits
 
