@@ -279,6 +279,7 @@ def prepare(split, tokenizer, args):
     "prompt" as ids, and "answer". Rows with no question, no answer that the grader can read, or too
     long a prompt are dropped."""
     problems = []
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2's are the same
     for row in split.to_list():
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
@@ -299,7 +300,6 @@ def prepare(split, tokenizer, args):
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2's are the same
         assert not unknown & set(prompt), f"the model would read {tokenizer.decode(prompt)!r}"
         if 0 < len(prompt) <= args.max_prompt_tokens:
             problems.append(row | {"question": question, "prompt": prompt, "answer": answer})
@@ -522,7 +522,7 @@ REWRITTEN = [  # patterns and what they become, in this order
     (r"[−–‐‑]", "-"), (r"[·⋅×]|\\cdot|\\times", "*"), (r"π", "pi"), (r"\\[dt]frac", r"\\frac"),
     (r"≤|\\leq?(slant)?", "<="), (r"≥|\\geq?(slant)?", ">="), (r"\\\\|;", ","), (r"\{,}", ","),
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Yes -> yes: only words, one of at least three letters, or first a no; but CO is not Co
+    # Words in lower case, if one has three letters or the first is no: YES -> yes, but CO stays
     (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
