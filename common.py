@@ -35,11 +35,11 @@ TOY = str(Path(__file__).resolve().parent / "tests/toy")  # the built-in model a
 # ---- Sampling ----
 @torch.no_grad()
 def generate(model, tokenizer, problems, group_size, args):
-    """Sample group_size completions for each of P problems, as a rollout. The scripts add rewards
-    (N,); old_logp, ref_logp, old_values, and returns (N, T); and adv (N, 1) or (N, T)."""
+    """Sample group_size completions for each of P problems, as a rollout. The scripts add rewards,
+    (N,); returns, old_values, old_logp, and ref_logp, (N, T); and adv, (N, 1) or (N, T)."""
     stop = torch.tensor(model.generation_config.eos_token_id, device=args.device)  # see stop_ids
     model.eval()  # with checkpointing, some models don't use the cache in training mode
-    # One context for all tokens: autocast casts each weight to bfloat16 only once.
+    # One context for all tokens, so that each weight is cast to bfloat16 only once.
     with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16"):
         tokens, logp = sample(model, [p["prompt"] for p in problems], group_size, stop, args)
     model.train()
@@ -59,7 +59,7 @@ def generate(model, tokenizer, problems, group_size, args):
         "ids": pad_sequence(rows, batch_first=True).to(model.device),
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
         "completion_length": lengths,  # (N,) in tokens, with the stop token
-        "finished": finished,  # (N,) True where a stop token ended the completion
+        "finished": finished,  # (N,) True if a stop token ended it
         "mask": mask,  # (N, T) 1.0 on the tokens to train on; set it to 0 on a tool's output
         "skip": torch.zeros_like(finished),  # (N,) True on rows to skip: see collect
         "sampled_logp": logp[:, :mask.shape[1]] * mask}  # (N, T) log pi, from the sampler
@@ -118,8 +118,8 @@ def draw(logits, temperature):
 # ---- Log-probabilities ----
 def token_logprobs(model, batch, args, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature), in
-    float32: (N, T), 0 where the mask is 0. Only `chunk` of the (M, K) logits exist at a time
-    (0.27 GB); the backward pass computes them again."""
+    float32: (N, T), 0 where the mask is 0. At most `chunk` of the M*K logits exist at a time
+    (0.27 GB a copy); the backward pass computes them again."""
     def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
         return -cross_entropy(logits, target, reduction="none")
@@ -222,7 +222,7 @@ def rollout_stats(rollout, args):
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
         rms = stats["sampling_logp_difference"] = difference.square().mean().sqrt()
         limit = 0.3 if args.dtype == "bfloat16" else 1e-3  # ten times rounding, or more
-        assert rms < limit, f"sampling differs from training by {rms:.2g}: see rollout_stats"
+        assert rms < limit, f"sampling differs from training by {rms:.2g}: see the manual"
         if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
             log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
             stats["kl"] = (log_x.expm1() - log_x).mean()
@@ -279,7 +279,7 @@ def prepare(split, tokenizer, args):
     "prompt" as ids, and "answer". Rows with no question, no answer that the grader can read, or too
     long a prompt are dropped."""
     problems = []
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2's are the same
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2's is its EOS
     for row in split.to_list():
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
@@ -287,7 +287,7 @@ def prepare(split, tokenizer, args):
             gold = row[args.answer_column]  # a text, an integer, or a short float, which is exact
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
-            answer = extract_answer(f"<answer>{gold}</answer>")  # of GSM8K's, what follows ####
+            answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's own mark, ####, wins
             # JSON reads "\frac" as a form feed, a control character, and "rac".
             if not canonical(answer) or re.search(r"[\0-\x1f]", answer):
                 continue
@@ -322,7 +322,7 @@ def at_least(least, kind):
     def number(text):
         if least <= kind(text) < math.inf:
             return kind(text)
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text} is below {least} or not finite")
     return number
 
 count, positive, amount = at_least(1, int), at_least(1e-30, float), at_least(0, float)
@@ -379,11 +379,11 @@ def parse(parser, argv, **toy):
         parser.set_defaults(**toy | json.loads(Path(TOY, "args.json").read_text()))
     args = parser.parse_args(given)
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
-    if args.dataset == TOY != args.model:
+    if args.dataset == TOY and args.model != TOY:
         parser.error("--model needs a --dataset")
     if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
-    args.script, args.given = parser.prog, given  # kept in args.json, for --resume
+    args.script, args.given = parser.prog, given  # for --resume
     return args
 
 # ---- Run ----
@@ -407,7 +407,7 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # Killed before its first checkpoint, a run starts anew. If only state.pt is lost, it fails.
+    # main saves before it logs. So metrics without state.pt mean that it is lost: loading fails.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
@@ -472,7 +472,7 @@ def stop_ids(model, tokenizer):
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
     after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2]
-    # The first added token ends the turn, as in "<|im_end|>\n". (Gemma also adds newlines.)
+    # The first added token ends the turn, as in "<|im_end|>\n". (Gemma's include newlines.)
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
     ends = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in added]
     return sorted(stops | set(ends[:1]))
@@ -491,7 +491,7 @@ def can_record(cache):  # a sliding window counts its tokens in Python: a replay
 class Recorded:
     """Reads one token per row, as `read` in `sample` does: records a graph, and replays it."""
     def __init__(self, read, cache):
-        self.read, self.layers = read, cache.layers
+        self.read, self.layers = read, cache.layers  # the cache's own list
         self.rows = self.room = 0  # rows in the recording, and columns in its cache
 
     def __call__(self, ids, attention):
@@ -507,7 +507,7 @@ class Recorded:
             self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
         # The padding adds 0 to positions, so the last one is still that of the new token.
         self.ids, self.attention = ids.clone(), pad(attention, (0, self.room - width))
-        hidden = self.read(self.ids, self.attention)  # unrecorded: a first call may allocate memory
+        hidden = self.read(self.ids, self.attention)  # a first call may allocate memory
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):  # records kernels without running them
             self.hidden = self.read(self.ids, self.attention)
@@ -515,8 +515,8 @@ class Recorded:
 
 # ---- Math answers ----
 # Both answers are rewritten into a canonical form and compared as strings. There is no algebra and
-# no conversion: 2+3 is not 5, 10% is not 0.1. A unit at the end is dropped, even a variable: 5 m.
-REWRITTEN = [  # patterns and what they become, in this order
+# no conversion: 2+3 is not 5, 10% is not 0.1. A known unit at the end goes, even a variable: 5 m.
+REWRITTEN = [  # patterns and what they become, in order
     (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
     (r"\^({\\circ}|\\circ)|[°\u200b-\u200f\u2060\ufeff]", ""),  # degrees, and what is invisible
     (r"[−–‐‑]", "-"), (r"[·⋅×]|\\cdot|\\times", "*"), (r"π", "pi"), (r"\\[dt]frac", r"\\frac"),
@@ -562,7 +562,7 @@ def extract_answer(text, longest=600):
         text = text.lstrip(" \n").partition("\n")[0]
     elif not (found and closed):
         return ""
-    # Models like to write #### **42**. A tab stays (JSON's misreading of \times): see prepare.
+    # Models like to write #### **42**. A leading tab stays (JSON's \times): prepare drops the row.
     text = text.rstrip().strip("* \n")
     return text if len(text) <= longest else ""
 
