@@ -299,7 +299,7 @@ def test_no_flag_is_ignored(script, run, monkeypatch):
 
     def norms(**changes):
         monkeypatch.setattr(script, "TEST_FLAGS", usual | changes, raising=False)
-        rows = run("--steps 3", "-".join(["with", *changes]))
+        rows = run("--steps 4", "-".join(["with", *changes]))
         return [row.get(name) for row in rows for name in ("grad_norm", "value_grad_norm")]
     before, shared = norms(), {flag.dest for flag in common.make_parser("", "")._actions}
     for flag in parsed[0].parser._actions:
