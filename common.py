@@ -145,7 +145,7 @@ def head_logits(model, hidden):
     --dtype is float32): bfloat16 would round a logit of 20 by up to 0.06."""
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
-        return soft_capped(head(hidden.to(head.weight.dtype)), model.config)  # Gemma's are capped
+        return soft_capped(head(hidden.to(head.weight.dtype)), model.config)  # Gemma 2's are capped
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
@@ -240,6 +240,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
         texts += rollout["texts"]
         rewards += [float(r) for r in reward(rollout["problems"], rollout["texts"])]
         lengths += rollout["completion_length"].tolist()
+    assert len(rewards) == len(texts), "a reward returns a number per completion"
     question, answer = problems[0]["question"], problems[0]["answer"]
     first = f"{question}\n{texts[0]}\n(reward {rewards[0]:g}, answer {answer})"
     print("    | " + first.replace("\n", "\n    | "))
@@ -261,7 +262,7 @@ def load_problems(args, tokenizer):
     train = [p for p in train if p["question"] not in taken]  # no problem is in both
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda p: len(p["prompt"]))  # to reduce padding
-    print(f"{len(train)} problems for training, {len(held_out)} held out")
+    print(f"of {splits.num_rows} rows, {len(train)} for training, {len(held_out)} held out")
     assert train and held_out, "nothing is left to train on, or to hold out: see prepare"
     print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
           f"its gold answer: {train[0]['answer']!r}")
@@ -296,14 +297,13 @@ def prepare(split, tokenizer, args):
         if not chat or not chat[-1]["content"]:
             continue
         assert chat[-1]["role"] != "assistant", f"the prompt would hold the answer: {chat[-1]}"
-        question = "\n".join(message["content"] for message in chat)  # fails unless it is text
+        question = "\n".join(message["content"] or "" for message in chat)  # fails if not text
         if args.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        assert not unknown & set(prompt), f"the model would read {tokenizer.decode(prompt)!r}"
         if 0 < len(prompt) <= args.max_prompt_tokens:
+            assert not unknown & set(prompt), f"the model would read {tokenizer.decode(prompt)!r}"
             problems.append(row | {"question": question, "prompt": prompt, "answer": answer})
-    print(f"{len(problems)} of {len(split)} rows can be used")
     return problems
 
 def batch_of(problems, step, count, seed):
@@ -334,8 +334,8 @@ def make_parser(file, doc):
         formatter_class=HelpFormatter, allow_abbrev=False)
     add, cuda = parser.add_argument, torch.cuda.is_available()
     bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
-    add("--model", default=TOY, help="directory or Hub name")
-    add("--dataset", default=TOY, help=".jsonl, .json, .csv, .parquet, directory or Hub name")
+    add("--model", help="directory or Hub name; without it, the toy, with the flags in tests/toy")
+    add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; a lone split is divided")
@@ -375,11 +375,12 @@ def parse(parser, argv, **toy):
         run = json.loads(Path(args.out, "args.json").read_text())
         assert run["script"] == parser.prog, f"the run in --out is one of {run['script']}"
         given = run["given"] + given
-    if parser.parse_args(given).model == TOY:
-        parser.set_defaults(**toy | json.loads(Path(TOY, "args.json").read_text()))
+    if parser.parse_args(given).model is None:
+        toy |= json.loads(Path(TOY, "args.json").read_text())
+        parser.set_defaults(model=TOY, dataset=TOY, **toy)
     args = parser.parse_args(given)
     args.cuda_graphs = args.cuda_graphs and args.device == "cuda"
-    if args.dataset == TOY and args.model != TOY:
+    if args.dataset is None:
         parser.error("--model needs a --dataset")
     if args.minibatches > args.prompts:
         parser.error("--minibatches must be at most --prompts: groups stay together")
@@ -407,7 +408,7 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # main saves before it logs. So metrics without state.pt mean that it is lost: loading fails.
+    # main first saves, then logs: metrics without a state.pt mean that it is lost: loading fails.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
@@ -447,10 +448,10 @@ def load_model(args):
     for name, value in list(vars(text_config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(text_config, name, 0.0)  # dropout would move the ratio away from 1
-        # Phi-3 has two such limits. Beyond the smaller one, it becomes another model.
-        if value and name.endswith(("max_position_embeddings", "n_positions")):
-            fits = args.max_prompt_tokens + args.max_new_tokens <= value
-            assert fits, f"a row can be too long: {name} is {value}"
+    # Phi-3 has a second limit. Beyond it, it becomes another model.
+    for name in ("max_position_embeddings", "original_max_position_embeddings"):
+        room = getattr(text_config, name, None) or math.inf
+        assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.float32).to(args.device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is slow to plan for each new shape
@@ -462,7 +463,7 @@ def load_model(args):
     return model
 
 def soft_capped(logits, config):
-    """Squeeze logits into (-cap, cap), if the model does, as Gemma's do."""
+    """Squeeze logits into (-cap, cap), if the model does, as Gemma 2 does."""
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     return cap * (logits / cap).tanh() if cap else logits
 
@@ -517,8 +518,8 @@ class Recorded:
 # Both answers are rewritten into a canonical form and compared as strings. There is no algebra and
 # no conversion: 2+3 is not 5, 10% is not 0.1. A known unit at the end goes, even a variable: 5 m.
 REWRITTEN = [  # patterns and what they become, in order
-    (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
-    (r"\^({\\circ}|\\circ)|[°\u200b-\u200f\u2060\ufeff]", ""),  # degrees, and what is invisible
+    (r"[\u200b-\u200f\u2060\ufeff]", ""), (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
+    (r"\^({\\circ}|\\circ)|°", ""),  # degrees
     (r"[−–‐‑]", "-"), (r"[·⋅×]|\\cdot|\\times", "*"), (r"π", "pi"), (r"\\[dt]frac", r"\\frac"),
     (r"≤|\\leq?(slant)?", "<="), (r"≥|\\geq?(slant)?", ">="), (r"\\\\|;", ","), (r"\{,}", ","),
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
@@ -559,10 +560,10 @@ def extract_answer(text, longest=600):
         depths = list(accumulate((c == "{") - (c == "}") for c in text[:longest + 1]))
         text = text[:depths.index(-1)] if -1 in depths else ""  # up to the mark's own brace
     elif mark == "####":
-        text = text.lstrip(" \n").partition("\n")[0]
+        text = text.strip().partition("\n")[0]
     elif not (found and closed):
         return ""
-    # Models like to write #### **42**. A leading tab stays (JSON's \times): prepare drops the row.
+    # Models like to write #### **42**. A leading tab stays (JSON's \times): prepare drops it.
     text = text.rstrip().strip("* \n")
     return text if len(text) <= longest else ""
 

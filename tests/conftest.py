@@ -87,7 +87,7 @@ def char_tokenizer(chat=None, pad="<pad>", eos="<eos>", bos=False):
     out.chat_template = chat or PLAIN
     return out
 
-PLAIN = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+PLAIN = r"{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 

@@ -58,7 +58,7 @@ def test_a_model_whose_logits_or_positions_do_not_fit_is_refused(monkeypatch):
     policy, _ = common.load_policy(args)
     assert args.max_prompt_tokens == 64 and policy.training and policy.config.attn_pdrop == 0
     args.max_new_tokens += 1
-    with pytest.raises(AssertionError, match="n_positions is 512"):
+    with pytest.raises(AssertionError, match="max_position_embeddings is 512"):
         common.load_policy(args)
     args = settings(grpo, model=save_tiny("phi", "phi3", original_max_position_embeddings=100))
     with pytest.raises(AssertionError, match="original_max_position_embeddings is 100"):
@@ -87,8 +87,6 @@ def test_a_reward_that_is_not_finite_ends_a_run(bad, monkeypatch):
     monkeypatch.setattr(common, "answer_reward", lambda problems, texts: [bad] + [0.0] * (len(texts) - 1))
     with pytest.raises(AssertionError, match="a reward is not finite"):
         train(grpo, QUICK)
-
-# ---- A start ----
 
 @every_main
 def test_a_failed_start_can_be_corrected(script, spread):

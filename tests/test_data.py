@@ -9,7 +9,7 @@ import datasets
 import pytest
 import tokenizers
 import transformers
-from conftest import CHATML, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
+from conftest import CHATML, PLAIN, ROOT, TINY, char_tokenizer, save_tiny, settings, sums, train, write_jsonl
 
 import common
 import grpo
@@ -86,13 +86,13 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
     flags = f"{splits_of(rows, sums(5, start=7))} --max_prompt_tokens 60 --eval_problems 1"
     assert questions(load(flags)[0]) == questions(sums(7)) + ["x" * 58]
     said = capsys.readouterr().out
-    assert said.startswith("11 of 18 rows can be used\n5 of 5 rows can be used\n8 problems for training, 1 held out")
+    assert said.startswith("of {'train': 18, 'test': 5} rows, 8 for training, 1 held out")
     assert "gold answer: '0'" in said
     for bad in (rows[-5:], rows[12:13]):
         write_jsonl("mine/train.jsonl", bad)
         with pytest.raises(AssertionError, match="nothing is left"):
             load(flags)
-        assert f"0 of {len(bad)} rows can be used" in capsys.readouterr().out
+        assert f"{len(bad)}, 'test': 5}} rows, 0 for training" in capsys.readouterr().out
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
     """As for the toy on text. GPT-2's unknown token is also its BOS and EOS, which a prompt may contain."""
@@ -147,14 +147,14 @@ def test_gold_answers_that_json_does_not_keep_are_refused(gold):
 
 def test_gold_answers_that_no_completion_could_match_are_dropped():
     """JSON reads "\\frac", with one backslash, as a form feed and "rac". Blanks at the end go alone."""
-    assert golds(["\frac12", "\times 3", "#### \times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
+    assert golds(["\frac12", "\times 3", "\boxed{7}", "\right", "2\t3", r"\frac12"]) == [r"\frac12"]
     kept = ["2\t", "2\r", "2\xa0", " 2\n", "We add.\r\n#### 2\r\nDone.", "\u200b2", "2\u2060"]
     rows = [{"question": "?", "answer": answer} for answer in kept]
     for problem in prepare(rows, char_tokenizer()):
         assert common.answer_reward([problem] * 2, ["#### 2", "#### 3"]) == [1, 0]
     assert golds(kept)[:5] == ["2"] * 5 and len(golds(kept)) == 7
 
-# ---- Tokenizers ----
+# ---- Tokenizers and prompts ----
 
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "LlamaTokenizerFast", None])
 def test_a_model_reads_what_its_tokenizer_json_says(declared):
@@ -169,12 +169,11 @@ def test_a_model_reads_what_its_tokenizer_json_says(declared):
         assert each("12 and 3")["input_ids"] == made("12 and 3")["input_ids"]
         assert each.chat_template == made.chat_template and each.eos_token == "<eos>"
 
-# ---- Prompts ----
-
 @pytest.mark.parametrize("system", ["", "Brief."])
 @pytest.mark.parametrize("look", LOOKS)
 def test_prompts_are_the_templates_own_tokenisation_of_a_text_or_a_chat(look, system):
-    """With one BOS. A chat can bring a system prompt of its own."""
+    """With one BOS. A chat can bring a system prompt of its own. The plain template is the manual's."""
+    assert f"`{PLAIN}`" in (ROOT / "tests/manual/README.md").read_text(encoding="utf-8")
     tokenizer = char_tokenizer(**LOOKS[look])
     brief, alone = [turn("system", system)] * (system != ""), [turn("user", "1 + 1?")]
     talk = [turn("user", "Hi."), turn("assistant", "Hello!"), turn("user", "2 + 2?")]

@@ -39,12 +39,14 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_good_checkpoint(module, name, 
 
 @pytest.mark.parametrize("module, name", [(torch, "save"), (transformers.PreTrainedModel, "save_pretrained")])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(module, name, spread, monkeypatch):
-    """If state.pt is lost later on, a run does not begin again: that would overwrite its metrics."""
+    """If state.pt is lost later on, it does not: that would overwrite its metrics. Nor can it get a KL."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(module, name, killed)
-        train(grpo, f"{TINY} --system_prompt ''")
-    again, whole = train(grpo, "--resume"), train(grpo, f"{TINY} --system_prompt ''", out="whole")
+        train(grpo, f"{TINY} --system_prompt '' --beta 0")
+    again, whole = train(grpo, "--resume"), train(grpo, f"{TINY} --system_prompt '' --beta 0", out="whole")
     assert [row | {"seconds": 0} for row in again] == [row | {"seconds": 0} for row in whole]
+    with pytest.raises(KeyError, match="reference"):
+        train(grpo, "--resume --steps 2 --beta 0.1")
     Path("run/state.pt").unlink()
     with pytest.raises(FileNotFoundError, match="state.pt"):
         train(grpo, "--resume --steps 2")

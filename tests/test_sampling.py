@@ -132,8 +132,6 @@ def test_draw_samples_from_the_whole_softmax(temperature):
     seen = token.bincount(minlength=6)
     assert ((seen - N * pi) ** 2 / (N * pi)).sum() < 21, "5 degrees of freedom: one in a thousand"
 
-# --- evaluation
-
 @pytest.mark.parametrize("groups", [99, 1])
 def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
     """No more are sampled at a time than in a rollout. The reward is 0.3 lower than the accuracy."""
@@ -153,3 +151,5 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
     expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7, "eval_accuracy": 4 / 7}
     assert common.evaluate(None, None, problems, reward, args) == pytest.approx(expected)
     assert capsys.readouterr().out == "    | 0\n    | #### 99\n    | (reward -0.3, answer 0)\n"
+    with pytest.raises(AssertionError, match="a number per completion"):
+        common.evaluate(None, None, problems, lambda *given: reward(*given)[1:], args)

@@ -22,6 +22,7 @@ def test_the_problems_are_what_make_py_makes_with_right_steps_and_answers(monkey
     splits = {name: [json.loads(line) for line in (TOY / f"{name}.jsonl").open(encoding="utf-8")]
               for name in ("train", "test")}
     assert make.make_problems() == splits and len(splits["test"]) == 2939
+    assert make.make_model()[1].chat_template == (TOY / "chat_template.jinja").read_text()
     rows = sum(splits.values(), [])
     for row in rows:
         text, (*steps, last) = row["question"].removesuffix("=?"), row["answer"].split("\n")

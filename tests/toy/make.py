@@ -46,7 +46,7 @@ def make_model():
     """A small Qwen3, not yet trained, and its tokenizer: one token per character, and three special
     ones. Large initial weights and a small rope_theta make the model learn faster."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+    template = r"{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     vocabulary = {token: i for i, token in enumerate([*"0123456789+-=?# \n", *special.values()])}
     characters = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
