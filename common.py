@@ -48,13 +48,12 @@ def generate(model, tokenizer, problems, group_size, args):
     lengths, finished = mask.sum(1), is_stop.any(1)  # both (N,)
     mask = mask[:, :lengths.max()].float()  # (N, T)
     completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-    # Leave out the stop token, but keep other special tokens: they may mark the answer.
-    shown = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
+    without_stop = [c[:-1] if ended else c for c, ended in zip(completions, finished.tolist())]
     problems = [p for p in problems for _ in range(group_size)]  # now N of them
     rows = [torch.tensor(p["prompt"] + c) for p, c in zip(problems, completions)]
     return {
-        "problems": problems,  # a list of N: each row's problem
-        "texts": tokenizer.batch_decode(shown),  # a list of N strings: the completions
+        "problems": problems,  # N problems, one per row
+        "texts": tokenizer.batch_decode(without_stop),  # N strings; special tokens may mark answers
         # (N, C) prompt, completion, padding. Token t of a completion is in column prompt_length + t
         "ids": pad_sequence(rows, batch_first=True).to(model.device),
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
@@ -86,7 +85,6 @@ def sample(model, prompts, group_size, stop, args):
     hidden = read(ids.clamp(min=0), attention)[owner]  # (N, H)
     cache.reorder_cache(owner)  # selects rows: from P to N
     attention = pad(attention, (0, args.max_new_tokens), value=1)[owner]  # 1 on what is to come
-    # Recorded does what read does, but faster on a GPU.
     read_token = Recorded(read, cache) if args.cuda_graphs and can_record(cache) else read
     tokens = torch.zeros(len(active), args.max_new_tokens, dtype=torch.long, device=model.device)
     logp = torch.zeros(tokens.shape, device=model.device)
@@ -157,9 +155,8 @@ def minibatches(rollout, count, group_size):
         yield {name: value[rows.flatten()] for name, value in tensors.items()}
 
 def micro_batches(batch, tokens):
-    """Split a batch into micro-batches of at most `tokens` tokens, including padding; a longer row
-    gets its own. Rows are sorted by length and trimmed to their micro-batch's longest: ids to its
-    C, other matrices to its T. Rows to skip are left out."""
+    """Split a batch into micro-batches of at most `tokens` tokens with padding, or of one row. Rows
+    are sorted by length, and trimmed: ids to C, other matrices to T. Rows to skip are left out."""
     batch = {name: value[~batch["skip"]] for name, value in batch.items()}
     lengths = batch["prompt_length"] + batch["completion_length"]
     order = lengths.argsort(descending=True)
@@ -209,9 +206,8 @@ def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    rewards = rollout["rewards"].view_as(lengths)  # fails unless there is one per row
-    assert rewards.isfinite().all(), "a reward is not finite"
-    groups = rewards.view(-1, args.group_size)  # (P, G)
+    groups = rollout["rewards"].view_as(lengths).view(-1, args.group_size)  # (P, G)
+    assert groups.isfinite().all(), "a reward is not finite"
     stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
              "entropy": -rollout["sampled_logp"].sum() / lengths.sum()}
@@ -256,7 +252,7 @@ def load_problems(args, tokenizer):
     train = prepare(splits[args.split], tokenizer, args)
     if len(splits) > 1:
         held_out = prepare(splits[args.eval_split], tokenizer, args)
-    else:  # such as a file: hold out a fifth, whatever the order
+    else:  # such as a file: hold out a fifth
         held_out = [p for p in train if random.Random(p["question"]).random() < 0.2]
     taken = {p["question"] for p in held_out}
     train = [p for p in train if p["question"] not in taken]  # no problem is in both
@@ -264,8 +260,7 @@ def load_problems(args, tokenizer):
     held_out.sort(key=lambda p: len(p["prompt"]))  # to reduce padding
     print(f"of {splits.num_rows} rows, {len(train)} for training, {len(held_out)} held out")
     assert train and held_out, "nothing is left to train on, or to hold out: see prepare"
-    print(f"the first prompt: {tokenizer.decode(train[0]['prompt'])!r}\n"
-          f"its gold answer: {train[0]['answer']!r}")
+    print(f"prompt: {tokenizer.decode(train[0]['prompt'])!r}, gold answer: {train[0]['answer']!r}")
     return train, held_out
 
 def read_dataset(source, subset=None):
@@ -277,10 +272,8 @@ def read_dataset(source, subset=None):
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts of all columns, with "question" as text (a chat's as a whole),
-    "prompt" as ids, and "answer". Rows with no question, no answer that the grader can read, or too
-    long a prompt are dropped."""
+    "prompt" as ids, and "answer". Without question, readable answer, or room, they're dropped."""
     problems = []
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2's is its EOS
     for row in split.to_list():
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
@@ -289,8 +282,7 @@ def prepare(split, tokenizer, args):
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
             answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's own mark, ####, wins
-            # JSON reads "\frac" as a form feed, a control character, and "rac".
-            if not canonical(answer) or min(answer) < " ":
+            if not canonical(answer) or min(answer) < " ":  # JSON reads \frac as a form feed
                 continue
         if not isinstance(chat, list):
             chat = [{"role": "user", "content": chat}]
@@ -302,7 +294,6 @@ def prepare(split, tokenizer, args):
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         if 0 < len(prompt) <= args.max_prompt_tokens:
-            assert not unknown & set(prompt), f"the model would read {tokenizer.decode(prompt)!r}"
             problems.append(row | {"question": question, "prompt": prompt, "answer": answer})
     return problems
 
@@ -418,8 +409,8 @@ def open_run(args, parts):
     return state["step"]
 
 def save_checkpoint(out, step, tokenizer, policy, parts):
-    """Save the policy in step-N, for you, and the metrics and `parts` ({name: model or optimizer})
-    in state.pt, for --resume. A kill leaves the old state.pt or the new one."""
+    """Save the policy in step-N, and `parts` ({name: model or optimizer}) and the metrics in
+    state.pt, for --resume. A kill leaves the old state.pt or the new one."""
     for saved in (policy, tokenizer):
         saved.save_pretrained(Path(out, f"step-{step}"))
     state = {"step": step, "metrics": Path(out, "metrics.jsonl").read_text()}
@@ -448,8 +439,7 @@ def load_model(args):
     for name, value in list(vars(text_config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(text_config, name, 0.0)  # dropout would move the ratio away from 1
-    # Phi-3 has a second limit. Beyond it, it becomes another model.
-    for name in ("max_position_embeddings", "original_max_position_embeddings"):
+    for name in ("max_position_embeddings", "original_max_position_embeddings"):  # Phi-3 has both
         room = getattr(text_config, name, None) or math.inf
         assert args.max_prompt_tokens + args.max_new_tokens <= room, f"too long: {name} is {room}"
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -490,7 +480,7 @@ def can_record(cache):  # a sliding window counts its tokens in Python: a replay
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 class Recorded:
-    """Reads one token per row, as `read` in `sample` does: records a graph, and replays it."""
+    """Reads one token per row, as `read` in `sample` does, but by replaying a recorded graph."""
     def __init__(self, read, cache):
         self.read, self.layers = read, cache.layers  # the cache's own list
         self.rows = self.room = 0  # rows in the recording, and columns in its cache
@@ -563,8 +553,7 @@ def extract_answer(text, longest=600):
         text = text.strip().partition("\n")[0]
     elif not (found and closed):
         return ""
-    # Models like to write #### **42**. A leading tab stays (JSON's \times): prepare drops it.
-    text = text.rstrip().strip("* \n")
+    text = text.rstrip().strip("* \n")  # as in #### **42**; a leading tab stays, for prepare
     return text if len(text) <= longest else ""
 
 @lru_cache(2 ** 16)

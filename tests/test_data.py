@@ -94,13 +94,6 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
             load(flags)
         assert f"{len(bad)}, 'test': 5}} rows, 0 for training" in capsys.readouterr().out
 
-def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
-    """As for the toy on text. GPT-2's unknown token is also its BOS and EOS, which a prompt may contain."""
-    with pytest.raises(AssertionError, match="What is <unk>"):
-        prepare([{"question": "What is π?", "answer": "3"}], char_tokenizer())
-    known = char_tokenizer(**LOOKS["bos"] | {"eos": "<unk>"})
-    assert prepare([{"question": "1 + 1?", "answer": "2"}], known)
-
 def test_a_file_may_have_brackets_in_its_name():
     write_jsonl("f[1].jsonl", sums(3)), write_jsonl("f1.jsonl", sums(5))
     assert len(common.read_dataset("f[1].jsonl")["train"]) == 3
