@@ -52,7 +52,7 @@ def generate(model, tokenizer, problems, group_size, args):
     problems = [p for p in problems for _ in range(group_size)]  # now N of them
     rows = [torch.tensor(p["prompt"] + c) for p, c in zip(problems, completions)]
     return {
-        "problems": problems,  # N problems, one per row
+        "problems": problems,  # N, one per row
         "texts": tokenizer.batch_decode(without_stop),  # N strings; special tokens may mark answers
         # (N, C) prompt, completion, padding. Token t of a completion is in column prompt_length + t
         "ids": pad_sequence(rows, batch_first=True).to(model.device),
@@ -104,7 +104,7 @@ def sample(model, prompts, group_size, stop, args):
 
 def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
-    their log pi, both (n,)."""
+    their log pi, both (n,). (torch.multinomial is slower.)"""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
     # searchsorted needs sums that never decrease. On a GPU, rounding in float32 would break that.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
@@ -133,7 +133,7 @@ def completion_states(model, batch, args):
     i, t = batch["mask"].nonzero(as_tuple=True)  # both (M,): a position in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
-    # A pass uses each weight once: its bfloat16 copy need not be kept, as it is in sampling.
+    # A forward pass uses each weight once: sampling keeps its bfloat16 copy, training needn't.
     with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16", cache_enabled=False):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]  # our only shift by one
@@ -206,7 +206,7 @@ def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view_as(lengths).view(-1, args.group_size)  # (P, G)
+    groups = rollout["rewards"].view_as(lengths).view(-1, args.group_size)  # (P, G); one per row
     assert groups.isfinite().all(), "a reward is not finite"
     stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
@@ -230,7 +230,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
     """Sample one completion per held-out problem, as in training. Print the first, return means."""
     torch.manual_seed(args.seed)  # the same seed in every evaluation
     texts, rewards, lengths = [], [], []
-    size = args.prompts * args.group_size  # as many rows as in training
+    size = args.prompts * args.group_size  # rows, as in training
     for start in range(0, len(problems), size):
         rollout = generate(policy, tokenizer, problems[start:start + size], 1, args)
         texts += rollout["texts"]
@@ -281,7 +281,7 @@ def prepare(split, tokenizer, args):
             gold = row[args.answer_column]  # a text, an integer, or a short float, which is exact
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
-            answer = extract_answer(f"<answer>{gold}</answer>")  # GSM8K's own mark, ####, wins
+            answer = extract_answer(f"<answer>{gold}</answer>")  # the last mark wins: GSM8K's ####
             if not canonical(answer) or min(answer) < " ":  # JSON reads \frac as a form feed
                 continue
         if not isinstance(chat, list):
@@ -384,7 +384,7 @@ def load_policy(args):
     if args.model == TOY:
         torch.set_num_threads(1)  # its numbers should not depend on the core count
     torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"
-    policy = load_model(args).train()  # gradient checkpointing works only in training mode
+    policy = load_model(args).train()  # checkpointing needs training mode
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable()  # the same, renamed
     # This class takes tokenizer.json as it is. AutoTokenizer may replace parts of it.
@@ -399,12 +399,12 @@ def open_run(args, parts):
     out, state = Path(args.out), {"step": 0, "metrics": ""}
     (out / "completions").mkdir(parents=True, exist_ok=args.resume)
     (out / "metrics.jsonl").touch()
-    # main first saves, then logs: metrics without a state.pt mean that it is lost: loading fails.
+    # Step 0 is saved before it is logged: with metrics but without state.pt, loading has to fail.
     if (out / "state.pt").exists() or (out / "metrics.jsonl").read_text():
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    (out / "metrics.jsonl").write_text(state["metrics"])  # without steps after the checkpoint
+    (out / "metrics.jsonl").write_text(state["metrics"])  # no steps after it
     (out / "args.json").write_text(json.dumps(vars(args), indent=1))
     return state["step"]
 
@@ -496,7 +496,7 @@ class Recorded:
         for i, old in enumerate(self.layers):  # copy the filled columns; `read` adds the new one
             self.layers[i] = StaticLayer(self.room)  # its length is a tensor: a replay advances it
             self.layers[i].update(old.keys[:, :, :width - 1], old.values[:, :, :width - 1])
-        # The padding adds 0 to positions, so the last one is still that of the new token.
+        # read's positions count the mask: after zeros, the last is still the new token's.
         self.ids, self.attention = ids.clone(), pad(attention, (0, self.room - width))
         hidden = self.read(self.ids, self.attention)  # a first call may allocate memory
         self.graph = torch.cuda.CUDAGraph()
@@ -513,7 +513,7 @@ REWRITTEN = [  # patterns and what they become, in order
     (r"[−–‐‑]", "-"), (r"[·⋅×]|\\cdot|\\times", "*"), (r"π", "pi"), (r"\\[dt]frac", r"\\frac"),
     (r"≤|\\leq?(slant)?", "<="), (r"≥|\\geq?(slant)?", ">="), (r"\\\\|;", ","), (r"\{,}", ","),
     (r"\\(text\w*|mbox|math\w*) ?{([^{}]*)}", r" \2 "),  # \text{ cm} -> cm
-    # Words in lower case, if one has three letters or the first is no: YES -> yes, but CO stays
+    # Words become lower case if one has three letters, or the first is no: YES -> yes; CO stays
     (r"^(?=.*[a-zA-Z]{3}|no|No|NO)[a-zA-Z]{2,}(,? [a-zA-Z]{2,})*\.?$", lambda m: m[0].lower()),
     (r"\\ ?", ""),  # \sqrt2 -> sqrt2
     (r"\b(and|or)\b(?=[^<>]*$)", ","),  # 4 and 5 -> 4 , 5; but not x<1 and x>4
@@ -553,7 +553,7 @@ def extract_answer(text, longest=600):
         text = text.strip().partition("\n")[0]
     elif not (found and closed):
         return ""
-    text = text.rstrip().strip("* \n")  # as in #### **42**; a leading tab stays, for prepare
+    text = text.rstrip().strip("* \n")  # as in #### **42**; a leading tab stays: prepare drops it
     return text if len(text) <= longest else ""
 
 @lru_cache(2 ** 16)
