@@ -57,7 +57,7 @@ def generate(model, tokenizer, problems, group_size, args):
         # (N, C) prompt, completion, padding. Token t of a completion is in column prompt_length + t
         "ids": pad_sequence(rows, batch_first=True).to(model.device),
         "prompt_length": torch.tensor([len(p["prompt"]) for p in problems], device=model.device),
-        "completion_length": lengths,  # (N,) in tokens, with the stop token
+        "completion_length": lengths,  # (N,) tokens, with the stop token
         "finished": finished,  # (N,) True if a stop token ended it
         "mask": mask,  # (N, T) 1.0 on the tokens to train on; set it to 0 on a tool's output
         "skip": torch.zeros_like(finished),  # (N,) True on rows to skip: see collect
@@ -106,7 +106,7 @@ def draw(logits, temperature):
     """Sample one id per row from pi = softmax(logits / temperature), (n, K). Returns the ids and
     their log pi, both (n,). (torch.multinomial is slower.)"""
     logp = (logits / temperature).log_softmax(-1)  # (n, K)
-    # searchsorted needs sums that never decrease. On a GPU, rounding in float32 would break that.
+    # searchsorted needs sums that never decrease. Rounding in float32 would break that on a GPU.
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # Take the first id whose sum reaches u times the last sum (almost 1). As u > 0, its pi > 0.
     u = 1 - torch.rand(len(logits), 1, device=logits.device)
@@ -117,7 +117,7 @@ def draw(logits, temperature):
 def token_logprobs(model, batch, args, chunk=2 ** 26):
     """Compute log pi of the tokens whose mask is 1, where pi = softmax(logits / --temperature), in
     float32: (N, T), 0 where the mask is 0. At most `chunk` of the M*K logits exist at a time
-    (0.27 GB a copy); the backward pass computes them again."""
+    (0.27 GB); the backward pass computes them again."""
     def of_chunk(hidden, target):
         logits = head_logits(model, hidden) / args.temperature
         return -cross_entropy(logits, target, reduction="none")
@@ -133,7 +133,7 @@ def completion_states(model, batch, args):
     i, t = batch["mask"].nonzero(as_tuple=True)  # both (M,): a position in (N, T)
     column = batch["prompt_length"][i] + t  # (M,) the same token's column in (N, C)
     # No attention mask is needed: padding is on the right, where causal attention never looks.
-    # A forward pass uses each weight once: sampling keeps its bfloat16 copy, training needn't.
+    # Sampling keeps a weight's bfloat16 copy for the next token. Here it is used once.
     with torch.autocast(args.device, torch.bfloat16, args.dtype == "bfloat16", cache_enabled=False):
         hidden = model.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state
     return (i, t), hidden[i, column - 1], batch["ids"][i, column]  # our only shift by one
@@ -147,7 +147,7 @@ def head_logits(model, hidden):
 
 # ---- Batching ----
 def minibatches(rollout, count, group_size):
-    """Split the tensors of a rollout into `count` parts of about equal size, without shuffling, and
+    """Split the tensors of a rollout into `count` parts of about equal size, and
     add "row", (N,), the index of each row. Groups stay together: their advantages sum to 0."""
     tensors = {name: value for name, value in rollout.items() if torch.is_tensor(value)}
     tensors["row"] = torch.arange(len(rollout["ids"]), device=rollout["ids"].device)
@@ -206,7 +206,7 @@ def rollout_stats(rollout, args):
     """Compute the logged statistics of a rollout. entropy is the mean of -log pi over all sampled
     tokens. sampling_logp_difference, the RMS of training minus sampling, must be mere rounding."""
     lengths = rollout["completion_length"]  # (N,)
-    groups = rollout["rewards"].view_as(lengths).view(-1, args.group_size)  # (P, G); one per row
+    groups = rollout["rewards"].view_as(lengths).view(-1, args.group_size)  # (P, G), if there are N
     assert groups.isfinite().all(), "a reward is not finite"
     stats = {"reward": groups.mean(), "completion_length": lengths.float().mean(),
              "truncated": 1 - rollout["finished"].float().mean(),
@@ -217,9 +217,9 @@ def rollout_stats(rollout, args):
     if trained.any():  # the mean over no tokens would be nan
         difference = (rollout["old_logp"] - rollout["sampled_logp"])[trained]  # (M,)
         rms = stats["sampling_logp_difference"] = difference.square().mean().sqrt()
-        limit = 0.3 if args.dtype == "bfloat16" else 1e-3  # ten times rounding, or more
+        limit = 0.3 if args.dtype == "bfloat16" else 1e-3  # ten times rounding
         assert rms < limit, f"sampling differs from training by {rms:.2g}: see the manual"
-        if "ref_logp" in rollout:  # always k3, whichever estimator the script trains with
+        if "ref_logp" in rollout:  # always k3, whatever the script trains with
             log_x = (rollout["ref_logp"] - rollout["old_logp"])[trained]  # (M,)
             stats["kl"] = (log_x.expm1() - log_x).mean()
     return {name: x.item() for name, x in stats.items()}
@@ -230,7 +230,7 @@ def evaluate(policy, tokenizer, problems, reward, args):
     """Sample one completion per held-out problem, as in training. Print the first, return means."""
     torch.manual_seed(args.seed)  # the same seed in every evaluation
     texts, rewards, lengths = [], [], []
-    size = args.prompts * args.group_size  # rows, as in training
+    size = args.prompts * args.group_size  # as in training
     for start in range(0, len(problems), size):
         rollout = generate(policy, tokenizer, problems[start:start + size], 1, args)
         texts += rollout["texts"]
@@ -259,7 +259,7 @@ def load_problems(args, tokenizer):
     held_out = random.Random(0).sample(held_out, len(held_out))[:args.eval_problems]
     held_out.sort(key=lambda p: len(p["prompt"]))  # to reduce padding
     print(f"of {splits.num_rows} rows, {len(train)} for training, {len(held_out)} held out")
-    assert train and held_out, "nothing is left to train on, or to hold out: see prepare"
+    assert train and held_out, "nothing is left to train on or to hold out"
     print(f"prompt: {tokenizer.decode(train[0]['prompt'])!r}, gold answer: {train[0]['answer']!r}")
     return train, held_out
 
@@ -272,20 +272,19 @@ def read_dataset(source, subset=None):
 
 def prepare(split, tokenizer, args):
     """Turn rows into problems: dicts of all columns, with "question" as text (a chat's as a whole),
-    "prompt" as ids, and "answer". Without question, readable answer, or room, they're dropped."""
-    problems = []
+    "prompt" as ids, and "answer". Rows that lack one of these, or are too long, are dropped."""
+    problems, unknown = [], {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # same in GPT-2
     for row in split.to_list():
         row = {k: "" if x is None or x != x else x for k, x in row.items()}  # nan is not itself
         chat, answer = row[args.question_column], row.get("answer", "")
         if args.answer_column:
-            gold = row[args.answer_column]  # a text, an integer, or a short float, which is exact
+            gold = row[args.answer_column]  # a float is exact if it is short
             assert isinstance(gold, (str, int)) or re.fullmatch(r"-?[\d.]{1,15}", str(gold)), (
                 f"{gold!r} may not be exact: give gold answers as strings")
             answer = extract_answer(f"<answer>{gold}</answer>")  # the last mark wins: GSM8K's ####
             if not canonical(answer) or min(answer) < " ":  # JSON reads \frac as a form feed
                 continue
-        if not isinstance(chat, list):
-            chat = [{"role": "user", "content": chat}]
+        chat = chat if isinstance(chat, list) else [{"role": "user", "content": chat}]
         if not chat or not chat[-1]["content"]:
             continue
         assert chat[-1]["role"] != "assistant", f"the prompt would hold the answer: {chat[-1]}"
@@ -294,6 +293,7 @@ def prepare(split, tokenizer, args):
             chat = [{"role": "system", "content": args.system_prompt}, *chat]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         if 0 < len(prompt) <= args.max_prompt_tokens:
+            assert not unknown & set(prompt), f"unknown tokens: {tokenizer.decode(prompt)!r}"
             problems.append(row | {"question": question, "prompt": prompt, "answer": answer})
     return problems
 
@@ -306,10 +306,10 @@ def batch_of(problems, step, count, seed):
 
 # ---- Command line ----
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as written, and the defaults of flags."""
+    """Shows the docstring as written, and defaults."""
 
 def at_least(least, kind):
-    """Make an argparse type: a finite number of at least `least`."""
+    """Make an argparse type: a finite number >= `least`."""
     def number(text):
         if least <= kind(text) < math.inf:
             return kind(text)
@@ -325,20 +325,20 @@ def make_parser(file, doc):
         formatter_class=HelpFormatter, allow_abbrev=False)
     add, cuda = parser.add_argument, torch.cuda.is_available()
     bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
-    add("--model", help="directory or Hub name; without it, the toy, with the flags in tests/toy")
+    add("--model", help="directory or Hub name; without it, the toy and its flags")
     add("--dataset", help=".jsonl, .json, .csv, .parquet, directory or Hub name")
     add("--subset", help="configuration of a Hub dataset, such as main")
     add("--split", default="train", help="split to train on")
     add("--eval_split", default="test", help="split to evaluate on; a lone split is divided")
     add("--question_column", default="question", help="column of questions: strings or chats")
-    add("--answer_column", default="answer", help='column of gold answers; "" if none needed')
+    add("--answer_column", default="answer", help='column of gold answers; "" if none are needed')
     add("--system_prompt", help="used unless a chat brings its own",
         default="Reason step by step, then give the final answer on a last line after ####.")
     add("--max_prompt_tokens", type=count, default=512, help="longer prompts are dropped")
     add("--max_new_tokens", type=count, default=1024, help="maximum length of a completion")
     add("--temperature", type=positive, default=1.0, help="for both sampling and log-probs")
     add("--micro_batch_tokens", type=count, default=8192 if cuda else 1536, help="tokens per pass")
-    add("--warmup_steps", type=int, default=20, help="optimizer steps of linear warmup to --lr")
+    add("--warmup_steps", type=int, default=20, help="optimizer steps of warmup to --lr")
     add("--max_grad_norm", type=positive, default=1.0, help="clip the gradient norm to this")
     yes_or_no = {"action": argparse.BooleanOptionalAction, "default": True}
     add("--gradient_checkpointing", **yes_or_no, help="more compute, far less memory")
@@ -351,7 +351,7 @@ def make_parser(file, doc):
     add("--out", default=f"runs/{Path(file).stem}-{datetime.now():%m%d-%H%M%S-%f}", help="folder")
     add("--resume", action="store_true", help="continue the run in --out; new flags override it")
     add("--eval_every", type=count, default=20, help="steps between evaluations")
-    add("--eval_problems", type=count, default=512, help="held-out problems, at most")
+    add("--eval_problems", type=count, default=512, help="maximum number of held-out problems")
     add("--save_every", type=count, default=20, help="steps between checkpoints")
     return parser
 
@@ -382,11 +382,11 @@ def parse(parser, argv, **toy):
 def load_policy(args):
     """Load --model and its tokenizer."""
     if args.model == TOY:
-        torch.set_num_threads(1)  # its numbers should not depend on the core count
+        torch.set_num_threads(1)  # more would change numbers
     torch.backends.cuda.matmul.fp32_precision = "ieee" if args.dtype == "float32" else "tf32"
     policy = load_model(args).train()  # checkpointing needs training mode
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable()  # the same, renamed
+        policy.activation_checkpointing_enable()  # its new name
     # This class takes tokenizer.json as it is. AutoTokenizer may replace parts of it.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.model)
     policy.generation_config.eos_token_id = stop_ids(policy, tokenizer)
@@ -404,7 +404,7 @@ def open_run(args, parts):
         state = torch.load(out / "state.pt", map_location="cpu")  # no second copy on the GPU
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    (out / "metrics.jsonl").write_text(state["metrics"])  # no steps after it
+    (out / "metrics.jsonl").write_text(state["metrics"])  # drops later steps
     (out / "args.json").write_text(json.dumps(vars(args), indent=1))
     return state["step"]
 
@@ -506,7 +506,7 @@ class Recorded:
 
 # ---- Math answers ----
 # Both answers are rewritten into a canonical form and compared as strings. There is no algebra and
-# no conversion: 2+3 is not 5, 10% is not 0.1. A known unit at the end goes, even a variable: 5 m.
+# no conversion: 2+3 is not 5, 10% is not 0.1. Units at the end are dropped: 5 cm, and even 5 m.
 REWRITTEN = [  # patterns and what they become, in order
     (r"[\u200b-\u200f\u2060\ufeff]", ""), (r"\\(left|right|displaystyle)|\\[!,:;]|\\?[$%]|~", ""),
     (r"\^({\\circ}|\\circ)|°", ""),  # degrees
@@ -543,7 +543,7 @@ def math_reward(completion, answer):
 def extract_answer(text, longest=600):
     r"""Find the answer in a completion: what follows the last mark, which is <answer>, \boxed{ or
     ####. Returns "" if there is no mark, or if the answer is never closed or too long."""
-    mark = max("<answer>", "\\boxed{", "####", key=text.rfind)  # the last one, if there is any
+    mark = max("<answer>", "\\boxed{", "####", key=text.rfind)  # the last one, if any
     _, found, text = text.rpartition(mark)
     text, closed, _ = text.partition("</answer>")
     if mark == "\\boxed{":

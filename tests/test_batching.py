@@ -68,6 +68,7 @@ def test_rollout_statistics_leave_padding_out():
     stats = common.rollout_stats(rollout, args)
     assert stats["sampling_logp_difference"] == pytest.approx(math.sqrt(0.04 / 6))
     assert stats["completion_length"] == 2.25 and stats["entropy"] == pytest.approx(8.8 / 9)
+    pytest.raises(RuntimeError, common.rollout_stats, rollout | {"rewards": torch.ones(8)}, args)  # not N
 
 @pytest.mark.parametrize("P", [1, 4, 7, 10, 25])
 def test_batches_visit_every_problem_once_a_pass(P):

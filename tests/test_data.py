@@ -94,6 +94,14 @@ def test_what_is_left_of_the_rows_is_printed_with_the_first_gold_answer(capsys):
             load(flags)
         assert f"{len(bad)}, 'test': 5}} rows, 0 for training" in capsys.readouterr().out
 
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused():
+    """Unless it's too long. GPT-2's unknown token is also its BOS and EOS, which a prompt may contain."""
+    rows = [{"question": question, "answer": "3"} for question in ("π" * 300, "What is π?")]
+    with pytest.raises(AssertionError, match="What is <unk>"):
+        prepare(rows, char_tokenizer())
+    known = char_tokenizer(**LOOKS["bos"] | {"eos": "<unk>"})
+    assert prepare([{"question": "1 + 1?", "answer": "2"}], known)
+
 def test_a_file_may_have_brackets_in_its_name():
     write_jsonl("f[1].jsonl", sums(3)), write_jsonl("f1.jsonl", sums(5))
     assert len(common.read_dataset("f[1].jsonl")["train"]) == 3

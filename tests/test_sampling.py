@@ -151,5 +151,4 @@ def test_evaluate_counts_every_problem_once(groups, monkeypatch, capsys):
     expected = {"eval_reward": 4 / 7 - 0.3, "eval_completion_length": 20 / 7, "eval_accuracy": 4 / 7}
     assert common.evaluate(None, None, problems, reward, args) == pytest.approx(expected)
     assert capsys.readouterr().out == "    | 0\n    | #### 99\n    | (reward -0.3, answer 0)\n"
-    with pytest.raises(AssertionError, match="a number per completion"):
-        common.evaluate(None, None, problems, lambda *given: reward(*given)[1:], args)
+    pytest.raises(AssertionError, common.evaluate, None, None, problems, lambda *x: reward(*x)[1:], args)
